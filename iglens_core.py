@@ -1,0 +1,920 @@
+"""IG-Lens: which layers of a language model produced the probability of this token.
+
+The change in a token's probability between a baseline and the model's last state is split over the layers so that the
+parts sum to the whole. Softmax and final norm stay inside the path, one readout head is applied once to every state,
+and no backward pass is needed.
+
+References
+  [1] IG-Lens: Exact Additive Probability Attribution Across Transformer Layers via Telescoping Integrated Gradients,
+      arXiv 2606.29693.
+  [2] Yang, Wang, Bilgic: IDGI, a framework to eliminate explanation noise from integrated gradients, arXiv 2303.14242.
+  [3] nostalgebraist: interpreting GPT, the logit lens, 2020.
+
+Axes, everywhere in this file
+  n  blocks of the model             S  positions of the sequence        k  chosen layers (k + 1 path points)
+  d  width of the residual stream    T  explained tokens                 R  rows of a readout call
+  V  rows of the head (vocabulary)   C  positions compared with the model's own logits
+
+Layer L is the residual stream after block L and before the final norm; layer 0 is the input of the first block. A token
+is read at its *predicting* position: the one before its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import numbers
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+__all__ = [
+    "Attribution", "CompletenessError", "FaithfulnessError", "IGLensError", "Readout", "Trace", "UnsupportedModelError",
+    "attribute", "explain", "path_credits", "read", "residual_path", "residual_stream", "token_id", "token_text",
+]  # fmt: skip
+
+COMPARED = 64  # positions at which the model's own logits are kept, so that memory does not grow with the text
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # in probability
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # the alphabet of byte-level tokenizers
+
+
+class IGLensError(ValueError):
+    """Something cannot be computed; the message says what was given, what was expected and what to do."""
+
+
+class UnsupportedModelError(IGLensError):
+    """The model's residual stream or readout cannot be read faithfully."""
+
+
+class CompletenessError(IGLensError):
+    """The credits do not sum to the change of the scalar."""
+
+
+class FaithfulnessError(IGLensError):
+    """The readout disagrees with the model's own logits."""
+
+
+def _require(condition, message: str, error: type[IGLensError] = IGLensError) -> None:
+    if not condition:
+        raise error(message)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a model: blocks, residual stream, logits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _name(model) -> str:
+    return type(model).__name__
+
+
+def _blocks(model) -> nn.ModuleList:
+    """The model's n blocks; raises UnsupportedModelError where there is no causal stack of them with a head."""
+    known = isinstance(model, nn.Module) and hasattr(model, "config")
+    _require(known, f"model: expected a causal language model of transformers, loaded, got {_name(model)}")
+    decoder = not getattr(model.config, "is_encoder_decoder", False)
+    _require(decoder, f"{_name(model)} is an encoder-decoder; expected a causal decoder", UnsupportedModelError)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    _require(head is not None, f"{_name(model)} has no head; load it with AutoModelForCausalLM", UnsupportedModelError)
+    n = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == n}
+    outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    message = f"{_name(model)}: expected one list of {n} blocks in the model, found {outer or 'none'}"
+    _require(len(outer) == 1, message, UnsupportedModelError)
+    return lists[outer[0]]
+
+
+@contextmanager
+def _evaluating(model):
+    """Eval mode inside; every module's own mode is put back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _hooked(handles: list):
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first(output) -> Tensor:
+    """A block's states: blocks return a tensor or a tuple that starts with it."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def _shape(value) -> list:
+    return list(value.shape) if isinstance(value, Tensor) else [type(value).__name__]
+
+
+def _first_tensor(args, kwargs) -> Tensor | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+def _ids(input_ids, rows: int | None = None, what: str = "input_ids") -> Tensor:
+    """[S] long on the CPU, from [S] or [1, S]; every id within the given number of rows."""
+    try:
+        ids = torch.as_tensor(input_ids).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise IGLensError(f"{what}: expected integers, got {str(input_ids)[:80]!r}") from error
+    _require(ids.numel() > 0, f"{what}: expected at least one id, got none")
+    whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    _require(whole, f"{what}: expected integers, got {ids.dtype}")
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    _require(ids.ndim == 1, f"{what}: expected one sequence, [S] or [1, S], got shape {list(ids.shape)}")
+    bad = [] if rows is None else ids[(ids < 0) | (ids >= rows)].tolist()
+    _require(not bad, f"{what}: expected ids of this model, 0 … {(rows or 0) - 1}, got {bad[:3]}")
+    return ids.long()
+
+
+def _run(model, ids: Tensor, mask: Tensor | None = None, at: Tensor | None = None, overwrite: Tensor | None = None):
+    """One forward of one sequence: ids [S] -> stream [n + 1, S, d], the model's own logits [C, V] at positions `at`.
+
+    `overwrite` [S, d] takes the place of the last block's output (the stream still holds what the block computed).
+    """
+    blocks = _blocks(model)
+    embeddings = model.get_input_embeddings()
+    ids = _ids(ids, getattr(embeddings, "num_embeddings", None)).to(model.device)
+    stream = None
+
+    def store(layer, states):
+        nonlocal stream
+        message = f"{_name(model)}: expected one stream [1, {len(ids)}, d], layer {layer} gives {_shape(states)}"
+        _require(_shape(states)[:2] == [1, len(ids)] and states.ndim == 3, message, UnsupportedModelError)
+        if stream is None:
+            stream = states.new_full((len(blocks) + 1, *states.shape[1:]), math.nan)
+        stream[layer] = states[0]  # copied at once: a later block may write into its input
+
+    def before_first(module, args, kwargs):
+        store(0, _first_tensor(args, kwargs))
+
+    def after(layer):
+        def hook(module, args, output):
+            store(layer, _first(output))
+            if layer == len(blocks) and overwrite is not None:
+                rows = overwrite[None].to(stream)
+                return (rows, *output[1:]) if isinstance(output, (tuple, list)) else rows
+
+        return hook
+
+    kwargs, accepted = {}, inspect.signature(model.forward).parameters
+    if "use_cache" in accepted:
+        kwargs["use_cache"] = False
+    if mask is not None and not bool(mask.all()):
+        kwargs["attention_mask"] = mask[None].to(model.device, torch.long)
+        if "position_ids" in accepted:  # some models count padding as positions unless told
+            kwargs["position_ids"] = (kwargs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    if at is not None and "logits_to_keep" in accepted:
+        kwargs["logits_to_keep"] = at.to(model.device)
+    handles = [blocks[0].register_forward_pre_hook(before_first, with_kwargs=True)]
+    handles += [block.register_forward_hook(after(layer)) for layer, block in enumerate(blocks, 1)]
+    with _hooked(handles), _evaluating(model), torch.no_grad():
+        logits = model(input_ids=ids[None], **kwargs).logits[0]
+        if at is not None and len(logits) != len(at):
+            logits = logits[at.to(logits.device)]
+    return stream, logits.detach()
+
+
+def residual_stream(model, input_ids, attention_mask=None) -> Tensor:
+    """The residual stream of one sequence, before the final norm, captured by hooks that are removed again.
+
+    input_ids: [S] or [1, S] ids. attention_mask: the same shape, 0 for padding. Returns [n + 1, S, d] in the model's
+    dtype: layer 0 is the input of the first block, layer n the output of the last. (`output_hidden_states` would give
+    the last state after the final norm.) Raises IGLensError on bad ids or non-finite states, UnsupportedModelError
+    where the model has no single residual stream.
+    """
+    stream, _ = _run(model, input_ids, _mask(attention_mask, _ids(input_ids)), at=torch.tensor([0]))
+    return _finite(stream, model)
+
+
+def _mask(attention_mask, ids: Tensor) -> Tensor:
+    if attention_mask is None:
+        return torch.ones_like(ids)
+    mask = _ids(torch.as_tensor(attention_mask).long(), 2, "attention_mask")
+    fits = mask.shape == ids.shape and bool(mask.any())
+    _require(fits, f"attention_mask: expected {len(ids)} values with at least one 1, got {_shape(mask)}")
+    return mask
+
+
+def _finite(stream: Tensor, model) -> Tensor:
+    bad = (~torch.isfinite(stream)).flatten(1).any(1).nonzero().flatten().tolist()
+    what = f"{_name(model)}: the residual stream at layer {bad[:1]} is not finite in {stream.dtype}"
+    _require(not bad, f"{what}; load the model in bfloat16 or float32")
+    return stream
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The readout
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Readout:
+    """The model's own way from a residual state to a probability: final norm, head, and what it does to its logits.
+
+    It is found by watching which modules turn the last block's output into the logits, then checked twice against the
+    model: at the last layer, and with the last block's output overwritten by states of every depth. Raises
+    UnsupportedModelError where the two disagree. Attributes: V (rows of the head), d (width), n (blocks).
+    """
+
+    def __init__(self, model):
+        blocks = _blocks(model)
+        self.model, self.n = model, len(blocks)
+        rows = getattr(model.get_input_embeddings(), "num_embeddings", 2)
+        probe = torch.tensor([(7 + 13 * i * max(1, rows // 97)) % rows for i in range(8)])
+        calls, end = [], model.get_output_embeddings()
+        inside = {m for m in blocks.modules()}
+        watched = [m for m in model.modules() if m not in inside and blocks not in set(m.modules())]
+
+        def note(module, args, kwargs, output):
+            states = _first_tensor(args, kwargs)
+            if states is not None and isinstance(_first(output), Tensor):
+                calls.append((module, states, _first(output)))
+
+        handles = [blocks[-1].register_forward_pre_hook(lambda *_: calls.clear())]
+        handles += [module.register_forward_hook(note, with_kwargs=True) for module in watched]
+        with _hooked(handles):
+            stream, logits = _run(model, probe)
+        self.V, self.d = logits.shape[-1], stream.shape[-1]
+        self._tail = self._follow(stream[-1][None], calls, end)
+        lost = f"{_name(model)}: could not follow the states from block {self.n} to the head; nothing is read from it"
+        _require(self._tail is not None, lost, UnsupportedModelError)
+        self._slope, self._cap = self._shape_of_logits(probe)
+        self._check(probe, stream, logits)
+
+    def _follow(self, states: Tensor, calls: list, end: nn.Module) -> list | None:
+        """The modules from `states` to the head, each with the factor on its input: [(factor, module), …] or None."""
+        for i, (module, given, output) in enumerate(calls):
+            factor = _factor(given, states)
+            parts = set(module.modules())
+            outer = any(module in set(m.modules()) and _factor(g, states) == factor for m, g, _ in calls[i + 1 :])
+            if factor is None or outer:  # the outermost module that takes the states stands for those inside it
+                continue
+            rest = [] if end in parts else self._follow(output, calls[i + 1 :], end)
+            if rest is not None:
+                return [(factor, module), *rest]
+        return None
+
+    def _shape_of_logits(self, probe: Tensor) -> tuple[float, float | None]:
+        """What the model does to the head's output, from its answer to known values: cap·tanh(slope·z / cap)."""
+        m, top = self.V // 2, 1e4 if self.model.dtype in (torch.float32, torch.float64) else 1e3
+        wide = torch.linspace(-1, 1, self.V - m, dtype=torch.float64) ** 3 * top
+        known = torch.cat([torch.linspace(-1e-2, 1e-2, m, dtype=torch.float64), wide]).to(self.model.dtype)
+        end = self._tail[-1][1]
+        with _hooked([end.register_forward_hook(lambda _, args, output: known.to(output).expand_as(output).clone())]):
+            _, logits = _run(self.model, probe)
+        z, y = known.double(), logits[0].double().cpu()
+        slope = float(y[:m] @ z[:m] / (z[:m] @ z[:m]))
+        cap = None if abs(float(y[-1]) - slope * float(z[-1])) < 1e-2 * abs(float(y[-1])) else abs(float(y[-1]))
+        tolerance = 8 * torch.finfo(logits.dtype).eps
+        slope = 1.0 if abs(slope - 1) < tolerance else slope
+        made = slope * z if cap is None else cap * torch.tanh(slope * z / cap)
+        error = float(((y - made).abs() / (made.abs() + 1e-2)).max())
+        message = f"{_name(self.model)} does to its logits what is neither a scale nor a soft cap (off by {error:.1e})"
+        _require(error < max(2 * tolerance, 1e-5), message, UnsupportedModelError)
+        return slope, cap
+
+    def _check(self, probe: Tensor, stream: Tensor, logits: Tensor) -> None:
+        layers = torch.linspace(0, self.n, len(probe)).round().long()
+        mixed = stream[layers.to(stream.device), torch.arange(len(probe), device=stream.device)]
+        changed = probe.clone()
+        changed[-1] = (probe[-1] + 1) % max(2, int(probe.max()) + 1)
+        again, overwritten = _run(self.model, changed, overwrite=mixed)
+        message = f"{_name(self.model)}: a later token changes earlier states (an encoder?); expected a causal decoder"
+        _require(_gap(again[:, :-1], stream[:, :-1]) < 1e-2, message, UnsupportedModelError)
+        allowed = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}.get(self.model.dtype, 5e-3)
+        for states, own in ((stream[-1], logits), (mixed, overwritten)):
+            with torch.no_grad():
+                error = _gap(self.logits(states), own.double())
+            message = f"{_name(self.model)}: the readout misses the model's own logits by {error:.1e} of their size"
+            _require(error <= allowed, f"{message} (allowed {allowed:.0e}); it is not read", UnsupportedModelError)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """h [R, d] -> [R, V], after soft cap and scale, as the model would; float32 (float64 for a float64 model)."""
+        fits = len(_shape(h)) == 2 and _shape(h)[1] == self.d
+        _require(fits, f"h: expected states [R, {self.d}], got {_shape(h)}")
+        x = h[None].to(self.model.device, self.model.dtype)
+        for factor, module in self._tail:
+            with _evaluating(module):
+                x = _first(module(x if factor == 1 else x * factor))
+        x = x[0] if self._slope == 1 else x[0] * self._slope
+        x = x if self._cap is None else self._cap * torch.tanh(x / self._cap)
+        return x if x.dtype == torch.float64 else x.float()
+
+    def log_prob(self, h: Tensor, target) -> Tensor:
+        """h [R, d], target [R] ids (or one id for all) -> log-probability [R], in nats."""
+        logits = self.logits(h)
+        target = _targets(target, len(h), self.V).to(logits.device)
+        # logit − logsumexp: torch's float32 softmax loses two digits at vocabularies of this size
+        return logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(-1)
+
+    def prob(self, h: Tensor, target) -> Tensor:
+        """h [R, d], target [R] ids (or one id for all) -> probability [R]; the paper's f."""
+        return self.log_prob(h, target).exp()
+
+    def topk(self, h: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """h [R, d] -> the k largest probabilities [R, k] and their ids [R, k]."""
+        k = _whole(k, "k", 1, self.V)
+        logits = self.logits(h)
+        best = logits.topk(k, dim=-1)
+        return (best.values - logits.logsumexp(-1, keepdim=True)).exp(), best.indices
+
+
+def _factor(given: Tensor, states: Tensor) -> float | None:
+    """The constant c with given = c·states, None where there is none."""
+    if given.shape != states.shape or not given.is_floating_point():
+        return None
+    a, b = given.detach().double().cpu(), states.detach().double().cpu()
+    if torch.equal(a, b):
+        return 1.0
+    c = float((a * b).sum() / (b * b).sum()) if bool(b.any()) else 0.0
+    close = (a - c * b).abs().max() <= 4 * torch.finfo(given.dtype).eps * a.abs().max()
+    return c if c != 0 and bool(close) else None
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference as a share of b's largest absolute value; NaN where either is not finite."""
+    return float((a.to(b) - b).abs().max() / b.abs().max().clamp(min=1e-30))
+
+
+def _whole(value, what: str, low: int, high: int | None = None) -> int:
+    """An integer within the bounds, not a bool."""
+    flag = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+    number = operator.index(value) if hasattr(value, "__index__") and not flag and _shape(value)[1:] == [] else None
+    fits = number is not None and low <= number and (high is None or number <= high)
+    _require(fits, f"{what}: expected an integer, {low} … {'' if high is None else high}, got {value!r}")
+    return number
+
+
+def _number(value, what: str, fits: Callable[[float], bool], expected: str) -> float:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    _require(real and fits(value), f"{what}: expected {expected}, got {value!r}")
+    return float(value)
+
+
+def _targets(target, count: int, rows: int) -> Tensor:
+    if isinstance(target, numbers.Integral) or _shape(target) == []:
+        target = [target] * count
+    texts = [target] if isinstance(target, str) else target if isinstance(target, (list, tuple)) else []
+    message = f"targets: expected ids, got {target!r}; explain() takes texts, token_id() resolves one"
+    _require(not any(isinstance(text, str) for text in texts), message)
+    target = _ids(target, rows, "targets")
+    _require(len(target) == count, f"targets: expected {count} ids, one for each explained token, got {len(target)}")
+    return target
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mathematics: credits along a path
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def path_credits(
+    readout: Readout,
+    states: Tensor,
+    targets,
+    *,
+    estimator: str = "observed",
+    steps: int = 1,
+    scalar="prob",
+    memory_mb: float = 256,
+) -> tuple[Tensor, Tensor]:
+    """Credits and levels along a path of states: IGL_j = f(h_j) − f(h_{j−1}) ([1], Proposition 1; [2]).
+
+    states: [k + 1, T, d], the baseline first. targets: [T] ids. estimator "observed": the change of f over each of
+    `steps` steps of a segment; for a scalar f the inner points cancel, so `steps` changes neither result nor cost.
+    memory_mb: bound on what the readout holds at a time, in MB. Returns credits [T, k] and levels [T, k + 1], float32
+    (float64 for a float64 model). Raises IGLensError on wrong shapes, ids, options or non-finite states.
+    """
+    _options(estimator, steps, scalar)
+    fits = len(_shape(states)) == 3 and states.shape[0] > 1 and states.shape[2] == readout.d
+    _require(fits, f"states: expected [k + 1, T, {readout.d}] with k of at least 1, got {_shape(states)}")
+    _require(torch.isfinite(states).all(), "states: expected finite values, got NaN or infinity")
+    points, count = states.shape[:2]
+    targets = _targets(targets, count, readout.V)
+    rows, wanted = states.transpose(0, 1).flatten(0, 1), targets.repeat_interleave(points)  # [T·(k+1), d]
+    size = _chunk(readout, memory_mb)
+    with torch.no_grad():
+        parts = [readout.prob(rows[i : i + size], wanted[i : i + size]) for i in range(0, len(rows), size)]
+    levels = torch.cat(parts).view(count, points)
+    return levels.diff(dim=1), levels
+
+
+def _options(estimator, steps, scalar) -> None:
+    for name, value, known in (("estimator", estimator, "observed"), ("scalar", scalar, "prob")):
+        _require(isinstance(value, str) and value == known, f"{name}: expected {known!r}, got {value!r}")
+    _whole(steps, "steps", 1)
+
+
+def _chunk(readout: Readout, memory_mb) -> int:
+    """Rows of one readout call: the logits and two temporaries of their size stay within the budget."""
+    row = 3 * readout.V * (8 if readout.model.dtype == torch.float64 else 4) / 2**20
+    _number(memory_mb, "memory_mb", lambda mb: mb >= row, f"a number of at least {row:.2f} (one row of logits)")
+    return int(min(memory_mb, 2**20) // row)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading a prompt
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What one run of the model left behind; everything else is computed from it without running the model again.
+
+    input_ids, attention_mask: [S]. stream: [n + 1, S, d]. positions: [T], the predicting positions. token_ids: [T], the
+    tokens at positions + 1. tokens: T texts. input_tokens: S texts. prompt_length: tokens of the prompt as fed. logits:
+    [C, V], the model's own at logit_positions [C] (C is at most 64). model: its class. tokenizer: for labels.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    stream: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    tokens: tuple[str, ...]
+    input_tokens: tuple[str, ...] = ()
+    prompt_length: int = 0
+    logits: Tensor | None = None
+    logit_positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    model: str = ""
+    tokenizer: object = None
+
+
+def token_text(tokenizer, token: int) -> str:
+    """The text of one id: as it reads inside a sentence (leading space kept), bytes as <0xE6>, no text as "id N"."""
+    token, size = int(token), len(tokenizer)
+    piece = tokenizer.convert_ids_to_tokens(token) if 0 <= token < size else None
+    if piece is None:
+        return f"id {token}"
+    if token in tokenizer.all_special_ids:
+        return piece
+    anchor = tokenizer.encode("a", add_special_tokens=False)  # some tokenizers drop a space at the start of a text
+    start = tokenizer.decode(anchor, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode([*anchor, token], clean_up_tokenization_spaces=False)
+    text = text[len(start) :] if text.startswith(start) else tokenizer.decode([token])
+    if "\ufffd" not in text and text:
+        return text
+    if all(character in BYTES for character in piece):
+        return "".join(f"<0x{BYTES[character]:02X}>" for character in piece)
+    return piece if piece.startswith("<0x") else f"id {token}"
+
+
+def token_id(tokenizer, text: str) -> int:
+    """The id of a text that is one token, its leading space respected (" Paris" is not "Paris").
+
+    Raises IGLensError where the text is not one token, or is a special token.
+    """
+    _require(isinstance(text, str) and text, f"target: expected a token's text, got {text!r}")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = ", ".join(f"{i} {token_text(tokenizer, i)!r}" for i in ids) or "nothing"
+    one = len(ids) == 1 and ids[0] not in tokenizer.all_special_ids
+    _require(one, f"target {text!r}: expected the text of one ordinary token, it encodes as {pieces}; pass an id")
+    return ids[0]
+
+
+def _encode(tokenizer, text: str, special: bool = False) -> list[int]:
+    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    while special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()  # an end token put there by the tokenizer would close the text before the answer
+    return ids
+
+
+def _prompt(tokenizer, prompt, chat, rows) -> tuple[list[int], str | None]:
+    """Ids of the prompt as fed, and its text where there is one."""
+    many = isinstance(prompt, (list, tuple)) and any(isinstance(part, (str, list, tuple, dict)) for part in prompt)
+    advice = "explain many with iglens_lab.batch.explain_many"
+    _require(not many, f"prompt: expected one string or one list of ids, got {str(prompt)[:60]}; {advice}")
+    _require(chat is None or isinstance(chat, bool), f"chat: expected None, True or False, got {chat!r}")
+    if not isinstance(prompt, str):
+        _require(not chat, "chat=True: expected the prompt as a string, got ids; pass chat=False to feed ids")
+        return _ids(prompt, rows, "prompt").tolist(), None
+    _require(prompt, "prompt: expected at least one character, got an empty string")
+    template = getattr(tokenizer, "chat_template", None)
+    _require(template or not chat, "chat=True: this tokenizer has no chat template; pass chat=False")
+    if chat is False or not template:
+        ids, text = _encode(tokenizer, prompt, special=True), prompt
+    else:
+        messages = [{"role": "user", "content": prompt}]
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates are programs: whatever they raise, the advice is the same
+            raise IGLensError(f"the chat template refused the prompt ({error}); pass chat=False") from error
+        ids = _encode(tokenizer, text)  # the template writes its own special tokens: nothing is added
+    _require(ids, f"prompt: expected at least one token, {prompt!r} encodes to none")
+    _ids(ids, rows, "prompt")
+    return ids, text
+
+
+def _forced(tokenizer, answer, prompt_ids: list[int], text: str | None, rows) -> list[int]:
+    """Ids of a given answer, encoded alone; warns where the tokenizer would have split it otherwise."""
+    if not isinstance(answer, str):
+        return _ids(answer, rows, "answer").tolist()
+    ids = _encode(tokenizer, answer)
+    _require(ids, f"answer: expected at least one token, got {answer!r}; pass None for the model's own answer")
+    if text is None:
+        return ids
+    fed, joint = prompt_ids + ids, _encode(tokenizer, text + answer)
+    if joint != fed[-len(joint) :]:
+        tail = joint[max(0, len(joint) - len(ids) - 3) :]
+        together = f"encoded together with the prompt it would end in {tail}"
+        warnings.warn(f"the answer {answer!r} is fed as {ids}; {together}", stacklevel=4)
+    if answer[0].isalnum() and text[-1].isalnum() and ord(answer[0]) < 0x2E80:  # scripts that put spaces between words
+        one, two = (f"id {i} {token_text(tokenizer, i)!r}" for i in (ids[0], _encode(tokenizer, " " + answer)[0]))
+        warnings.warn(f"the answer starts with {one}; with a space before it, it would start with {two}", stacklevel=4)
+    return ids
+
+
+def _greedy(model, tokenizer, ids: list[int], count: int) -> list[int]:
+    """The argmax of the raw logits, token by token, up to and with the end token."""
+    _require(hasattr(model, "generate"), f"{_name(model)} cannot generate; pass the answer")
+    own = model.generation_config
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    ends = sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
+    given = torch.tensor([ids], device=model.device)
+    # a config of its own: penalties and forced tokens of the model's would change the argmax
+    plain = GenerationConfig(eos_token_id=ends or None, pad_token_id=(ends or [0])[0], do_sample=False, num_beams=1)
+    try:
+        model.generation_config = plain
+        with _evaluating(model), torch.no_grad():
+            made = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=count)
+    finally:
+        model.generation_config = own
+    return made[0, len(ids) :].tolist()
+
+
+def read(model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", max_new_tokens=20) -> Trace:
+    """Run the model once on prompt and answer and keep its residual stream.
+
+    prompt: a string, or ids. answer: None for the greedy one (its end token included), a string or ids to force one.
+    chat: None uses the tokenizer's template where it has one, False feeds the bare prompt. scope: "answer" explains the
+    answer's tokens, "all" tokens 1 … S − 1. max_new_tokens: of a greedy answer. Raises IGLensError on bad input and on
+    non-finite states, UnsupportedModelError where the stream cannot be read.
+    """
+    _blocks(model)
+    known = callable(getattr(tokenizer, "convert_ids_to_tokens", None))
+    _require(known, f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}")
+    _require(isinstance(scope, str) and scope in ("answer", "all"), f"scope: expected 'answer' or 'all', got {scope!r}")
+    max_new_tokens = _whole(max_new_tokens, "max_new_tokens", 1)
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    ids, text = _prompt(tokenizer, prompt, chat, rows)
+    forced = None if answer is None else _forced(tokenizer, answer, ids, text, rows)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = len(ids) + (max_new_tokens if forced is None else len(forced))
+    what = f"max_new_tokens={max_new_tokens}" if forced is None else f"an answer of {len(forced)}"
+    message = f"prompt: {len(ids)} tokens and {what} make {length}; this model's context is {context}: shorten them"
+    _require(not context or length <= context, message)
+    made = _greedy(model, tokenizer, ids, max_new_tokens) if forced is None else forced
+    full = torch.tensor(ids + made)
+    first = len(ids) - 1 if scope == "answer" else 0
+    positions = torch.arange(first, len(full) - 1)
+    compared = positions[torch.linspace(0, len(positions) - 1, min(COMPARED, len(positions))).round().long()]
+    stream, logits = _run(model, full, at=compared)
+    texts = tuple(token_text(tokenizer, i) for i in full.tolist())
+    return Trace(
+        input_ids=full,
+        attention_mask=torch.ones_like(full),
+        stream=_finite(stream, model),
+        positions=positions,
+        token_ids=full[positions + 1],
+        tokens=texts[first + 1 :],
+        input_tokens=texts,
+        prompt_length=len(ids),
+        logits=logits,
+        logit_positions=compared,
+        model=_name(model),
+        tokenizer=tokenizer,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The path and its attribution
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _layers(layers, n: int, baseline) -> tuple[int, ...]:
+    if layers is None:
+        return tuple(range(1 if isinstance(baseline, str) and baseline == "embedding" else 0, n + 1))
+    if not isinstance(layers, Iterable) or _shape(layers) == []:
+        count = _whole(layers, "layers", 1, n)
+        return tuple(round(n * j / count) for j in range(1, count + 1))
+    chosen = {_whole(layer, "layers", 0, n) for layer in layers}
+    _require(chosen, f"layers: expected at least one layer of 0 … {n}, got none; pass None for all")
+    return tuple(sorted(chosen | {n}))
+
+
+def _base(trace: Trace, some: slice, lowest: int, baseline) -> Tensor:
+    """The baseline states [T, d] of some of the explained tokens."""
+    stream = trace.stream
+    where = trace.positions[some].to(stream.device)
+    if isinstance(baseline, str):
+        if baseline == "embedding":
+            return stream[0, where]
+        if baseline == "zero":
+            return torch.zeros_like(stream[0, where])
+        if baseline == "mean":  # positions up to the explained one: later ones would leak the future
+            mask = trace.attention_mask.to(stream.device, torch.bool)
+            _require(mask[where].all(), "positions: expected tokens, got a padding position (attention_mask 0)")
+            real = stream[lowest].cpu().double() * mask.cpu()[:, None]  # float64: position 0 dwarfs the others
+            mean = real.cumsum(0) / mask.cpu().cumsum(0).clamp(min=1)[:, None]
+            return mean[where.cpu()].to(stream)
+    total, d, vector = len(trace.positions), stream.shape[-1], torch.empty(0)
+    if not isinstance(baseline, str):
+        with suppress(TypeError, ValueError, RuntimeError):  # refused below, by its shape
+            vector = torch.as_tensor(baseline)
+    fits = vector.is_floating_point() and vector.shape in ((d,), (total, d))
+    expected = f"'embedding', 'mean', 'zero' or floats of shape [{d}] or [{total}, {d}]"
+    got = f"{vector.dtype} {_shape(vector)}" if vector.numel() else repr(baseline)
+    _require(fits, f"baseline: expected {expected}, got {got}")
+    _require(torch.isfinite(vector).all(), "baseline: expected finite values, got NaN or infinity")
+    return vector.detach().to(stream).expand(total, d)[some]
+
+
+def _path(trace: Trace, some: slice, layers: tuple[int, ...], baseline, translators) -> Tensor:
+    base = _base(trace, some, layers[0], baseline)[None]
+    states = trace.stream[torch.tensor(layers)[:, None], trace.positions[some]]  # [k, T, d], only what is needed
+    if translators is not None:
+        states = translators(states, layers)
+        if isinstance(baseline, str) and baseline == "embedding":
+            base = translators(base, (0,))
+    return torch.cat([base, states])
+
+
+def residual_path(
+    trace: Trace,
+    *,
+    layers=None,
+    baseline="embedding",
+    translators: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None,
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The path of every explained token: states [k + 1, T, d], the baseline first, and the k chosen layers.
+
+    layers: None (1 … n with the embedding baseline, 0 … n with any other), an int k (k layers, evenly spread) or
+    layers; n is always on the path. baseline: "embedding" (layer 0 at the position), "mean" (of the lowest chosen layer
+    over the non-padding positions up to the explained one), "zero", or floats [d] or [T, d]. translators: maps states
+    [·, T, d] of the given layers; applied to the layers and the embedding baseline. Raises IGLensError on all else.
+    """
+    chosen = _layers(layers, trace.stream.shape[0] - 1, baseline)
+    return _path(trace, slice(None), chosen, baseline, translators), chosen
+
+
+def attribute(
+    readout: Readout,
+    trace: Trace,
+    *,
+    targets=None,
+    layers=None,
+    baseline="embedding",
+    estimator: str = "observed",
+    steps: int = 1,
+    scalar="prob",
+    translators=None,
+    memory_mb: float = 256,
+) -> Attribution:
+    """Split every explained token's probability over the layers; never runs the model.
+
+    targets: [T] ids, or one for all; default the tokens themselves. layers, baseline, translators: see residual_path.
+    estimator, steps, scalar, memory_mb: see path_credits. Raises IGLensError on bad options, FaithfulnessError where
+    the readout disagrees with the model's own logits by more than the dtype's tolerance.
+    """
+    known = isinstance(readout, Readout) and isinstance(trace, Trace)
+    _require(known, f"expected a Readout and a Trace, got {type(readout).__name__} and {type(trace).__name__}")
+    fits = trace.stream.shape[::2] == (readout.n + 1, readout.d)
+    expected = f"a stream [{readout.n + 1}, S, {readout.d}] of the readout's model"
+    _require(fits, f"trace: expected {expected}, got {_shape(trace.stream)}")
+    _options(estimator, steps, scalar)
+    target_ids = trace.token_ids if targets is None else _targets(targets, len(trace.positions), readout.V)
+    chosen = _layers(layers, readout.n, baseline)
+    credits, levels, ends = [], [], []
+    for i in range(0, len(trace.positions), COMPARED):  # in groups, so that the path of a long text is never held whole
+        some = slice(i, i + COMPARED)
+        states, wanted = _path(trace, some, chosen, baseline, translators), target_ids[some]
+        part = path_credits(
+            readout, states, wanted, estimator=estimator, steps=steps, scalar=scalar, memory_mb=memory_mb
+        )
+        credits.append(part[0])
+        levels.append(part[1])
+        with torch.no_grad():
+            ends.append(torch.stack([readout.prob(states[0], wanted), readout.prob(states[-1], wanted)]))  # apart
+    ends = torch.cat(ends, 1).cpu()
+    credits, levels = torch.cat(credits).cpu(), torch.cat(levels).cpu()
+    model_level = _model_level(trace, target_ids).to(levels.dtype)
+    known = ~model_level.isnan()
+    label = baseline if isinstance(baseline, str) else "tensor"
+    result = Attribution(
+        credits=credits,
+        levels=levels,
+        delta=torch.where(known, model_level, ends[1]) - ends[0],
+        model_level=model_level,
+        layers=chosen,
+        positions=trace.positions,
+        token_ids=trace.token_ids,
+        target_ids=target_ids,
+        tokens=trace.tokens if targets is None else _texts(trace, target_ids),
+        scalar=scalar,
+        baseline=f"{label} (translated)" if translators is not None and label == "embedding" else label,
+        estimator=estimator,
+        steps=int(steps),
+        model=trace.model,
+        dtype=str(trace.stream.dtype).removeprefix("torch."),
+    )
+    error, allowed = result.faithfulness_error, TOLERANCE[trace.stream.dtype]
+    message = f"the readout's probabilities are off the model's own by {error:.1e} (allowed {allowed:.0e})"
+    advice = "make Readout and Trace from the same, unchanged model"
+    _require(error <= allowed or not known.any(), f"{message}; {advice}", FaithfulnessError)
+    return result
+
+
+def _texts(trace: Trace, ids: Tensor) -> tuple[str, ...]:
+    if trace.tokenizer is None:
+        return tuple(f"id {i}" for i in ids.tolist())
+    return tuple(token_text(trace.tokenizer, i) for i in ids.tolist())
+
+
+def _model_level(trace: Trace, targets: Tensor) -> Tensor:
+    """The targets' probabilities from the model's own logits [T], NaN where those were not kept."""
+    level = torch.full((len(targets),), math.nan, dtype=torch.float64)
+    if trace.logits is not None:
+        kept = {position: row for row, position in enumerate(trace.logit_positions.tolist())}
+        for t, position in enumerate(trace.positions.tolist()):
+            if position in kept:
+                row = trace.logits[kept[position]].double().cpu()
+                level[t] = (row[targets[t]] - row.logsumexp(-1)).exp()
+    return level
+
+
+def explain(
+    model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", max_new_tokens=20, targets=None, **options
+) -> Attribution:
+    """read, then attribute: the layer credits of the answer's tokens.
+
+    targets may be strings here (one for all, or one for each token). See read and attribute for every option.
+    """
+    given = {"answer": answer, "chat": chat, "scope": scope, "max_new_tokens": max_new_tokens}
+    trace = read(model, tokenizer, prompt, **given)
+    if isinstance(targets, str):
+        targets = token_id(tokenizer, targets)
+    elif isinstance(targets, (list, tuple)):
+        targets = [token_id(tokenizer, t) if isinstance(t, str) else t for t in targets]
+    return attribute(Readout(model), trace, targets=targets, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The result
+# ---------------------------------------------------------------------------------------------------------------------
+
+_TENSORS = ("credits", "levels", "delta", "model_level", "positions", "token_ids", "target_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """Layer credits of T tokens; every row of credits sums to delta.
+
+    credits: [T, k], credits[:, j] is the change since layers[j − 1], since the baseline for j = 0; signed. levels:
+    [T, k + 1], the scalar at each path point, the baseline first. delta: [T], the scalar at layer n minus at the
+    baseline, evaluated apart. model_level: [T], from the model's own logits, NaN where not compared. layers: k numbers.
+    positions: [T], predicting. token_ids: [T], the tokens that stand there. target_ids: [T], the explained ones, and
+    tokens their texts. scalar, baseline, estimator, steps, model (its class), dtype (the model's): labels.
+    """
+
+    credits: Tensor
+    levels: Tensor
+    delta: Tensor
+    model_level: Tensor
+    layers: tuple[int, ...]
+    positions: Tensor
+    token_ids: Tensor
+    target_ids: Tensor
+    tokens: tuple[str, ...]
+    scalar: str
+    baseline: str
+    estimator: str
+    steps: int
+    model: str
+    dtype: str
+
+    @property
+    def completeness_error(self) -> float:
+        """Largest |Σ credits − delta| over the tokens."""
+        return float((self.credits.double().sum(1) - self.delta.double()).abs().max())
+
+    @property
+    def faithfulness_error(self) -> float:
+        """Largest |level at layer n − the model's own| over the compared tokens; NaN where none was."""
+        gap = (self.levels[:, -1].double() - self.model_level.double()).abs()[~self.model_level.isnan()]
+        return float(gap.max()) if len(gap) else math.nan
+
+    def check(self, tolerance: float | None = None) -> Attribution:
+        """Returns self where both errors are within the tolerance (default: that of the model's dtype).
+
+        Raises CompletenessError or FaithfulnessError with the numbers.
+        """
+        if tolerance is None:
+            tolerance = TOLERANCE[getattr(torch, self.dtype)]
+        _number(tolerance, "tolerance", lambda x: x >= 0, "a number, at least 0")
+        for error, kind, message in (
+            (self.completeness_error, CompletenessError, "the credits do not sum to delta"),
+            (self.faithfulness_error, FaithfulnessError, "the readout is not the model's own (NaN: not compared)"),
+        ):
+            _require(error <= tolerance, f"{message}: off by {error:.1e}, allowed {tolerance:.0e}", kind)
+        return self
+
+    def onset(self, mass: float = 0.5) -> Tensor:
+        """[T], the earliest layer at which the cumulated |credit| reaches `mass` of its sum; −1 where that sum is 0."""
+        _number(mass, "mass", lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+        cumulated = self.credits.double().abs().cumsum(1)
+        reached = cumulated >= mass * cumulated[:, -1:] * (1 - 1e-12)
+        onset = torch.tensor(self.layers)[reached.int().argmax(1)]
+        return onset.where(cumulated[:, -1] > 0, -1)
+
+    def non_monotonicity(self) -> Tensor:
+        """[T], Σ|credit| / |delta|: 1 where the level is monotone; inf where only delta is 0, NaN where both are."""
+        return self.credits.double().abs().sum(1) / self.delta.double().abs()
+
+    def answer(self, log: bool = False) -> Attribution:
+        """The probability of the whole answer, T = 1: Π_t p_t moved layer by layer at all its positions at once.
+
+        log: its logarithm instead, in nats, for answers so long that the product underflows. Raises IGLensError unless
+        positions are contiguous and the targets are the answer's own tokens.
+        """
+        plain = self.estimator == "observed" and self.scalar == "prob"
+        _require(plain, f"answer(): expected the observed estimator and 'prob', got {self.estimator}, {self.scalar}")
+        _require((self.positions.diff() == 1).all(), "answer(): expected contiguous positions; use scope='answer'")
+        _require(torch.equal(self.token_ids, self.target_ids), "answer(): expected the answer's own tokens as targets")
+
+        def whole(levels: Tensor) -> Tensor:
+            total = levels.double().log().sum(0)
+            return total if log else total.exp()
+
+        levels, end = whole(self.levels), whole(self.model_level)
+        return replace(
+            self,
+            credits=levels.diff()[None],
+            levels=levels[None],
+            delta=((levels[-1] if end.isnan() else end) - levels[0])[None],
+            model_level=end[None],
+            positions=self.positions[-1:],
+            token_ids=self.token_ids[-1:],
+            target_ids=self.target_ids[-1:],
+            tokens=("".join(self.tokens),),
+            scalar="log_prob" if log else "prob",
+        )
+
+    def to_frame(self):
+        """A DataFrame, a row for each token and layer: position, token_id, token, layer, level, credit, scalar."""
+        import pandas as pd
+
+        count, k = self.credits.shape
+        return pd.DataFrame(
+            {
+                "position": self.positions.repeat_interleave(k).numpy(),
+                "token_id": self.target_ids.repeat_interleave(k).numpy(),
+                "token": [token for token in self.tokens for _ in range(k)],
+                "layer": list(self.layers) * count,
+                "level": self.levels[:, 1:].flatten().numpy(),
+                "credit": self.credits.flatten().numpy(),
+                "scalar": self.scalar,
+            }
+        )
+
+    def save(self, path) -> None:
+        """Write to a safetensors file with the labels as metadata; the file appears whole or not at all."""
+        path = Path(path)
+        _require(path.parent.is_dir(), f"save: the folder {path.parent} does not exist; make it first")
+        labels = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        copies = {name: getattr(self, name).clone(memory_format=torch.contiguous_format) for name in _TENSORS}
+        try:
+            save_file(copies, part, {"iglens": json.dumps(labels)})
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path) -> Attribution:
+        """Read what save() wrote. Raises IGLensError where the file is not such a one."""
+        try:
+            with safe_open(Path(path), "pt") as file:
+                labels = json.loads(file.metadata()["iglens"])
+                tensors = {name: file.get_tensor(name) for name in _TENSORS}
+            labels = {name: tuple(value) if isinstance(value, list) else value for name, value in labels.items()}
+            return Attribution(**tensors, **labels)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise IGLensError(f"load: {path} is not a file written by Attribution.save ({error})") from error

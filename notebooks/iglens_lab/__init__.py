@@ -1,0 +1,1 @@
+"""What the notebooks share and the method does not need."""
