@@ -1,0 +1,105 @@
+"""Many prompts with progress, and parameters that arrive as strings."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from IPython import get_ipython
+from tqdm.auto import tqdm
+
+from iglens_core import Attribution, IGLensError, Readout, attribute, read
+
+READ = ("answer", "chat", "scope", "max_new_tokens")  # options of read; the others are attribute's
+
+
+def explain_many(model, tokenizer, prompts, *, stop: bool = False, **options) -> Iterator[Attribution | None]:
+    """Explain one prompt after the other, with a progress bar: one Attribution for each, None for one that failed.
+
+    A failure is warned of with the prompt's index and does not stop the others unless stop is True. options: those of
+    iglens_core.explain, the same for all prompts.
+    """
+    if isinstance(prompts, str):
+        raise IGLensError(f"prompts: expected a list of prompts, got one string {prompts[:60]!r}; use explain()")
+    readout = Readout(model)
+    reading = {name: options.pop(name) for name in READ if name in options}
+    for i, prompt in enumerate(tqdm(prompts, desc="prompts")):
+        try:
+            result = attribute(readout, read(model, tokenizer, prompt, **reading), **options)
+        except IGLensError as error:
+            if stop:
+                raise IGLensError(f"prompt {i}: {error}") from error
+            warnings.warn(f"prompt {i} failed: {error}", stacklevel=2)
+            result = None
+        yield result
+
+
+def _literal(value):
+    """What a string stands for: papermill hands "[0,5]" over as text; other values as they are."""
+    try:
+        return ast.literal_eval(value.strip()) if isinstance(value, str) else value
+    except (SyntaxError, ValueError):
+        return value
+
+
+def _text(name: str, value, optional: bool = False):
+    """A text, unchanged. A number was a text once (007 became 7), so it is refused and not written back."""
+    if optional and (value is None or value == "None"):
+        return None
+    if not isinstance(value, str):
+        raise IGLensError(f"{name}: expected text, got {value!r}; papermill keeps text as it is with -r {name} '…'")
+    return value
+
+
+def _layers(name: str, value):
+    value = _literal(value)
+    whole = [value] if not isinstance(value, (list, tuple)) else list(value)
+    if value is not None and not (whole and all(type(layer) is int for layer in whole)):
+        raise IGLensError(
+            f"{name}: expected None, a number of layers such as 6, or a list such as [0,5], got {value!r}"
+        )
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _whole(name: str, value):
+    value = _literal(value)
+    if type(value) is not int:
+        raise IGLensError(f"{name}: expected a whole number, got {value!r}")
+    return value
+
+
+READERS = {
+    "answer": lambda name, value: _text(name, value, optional=True),
+    "baseline": _text,
+    "layers": _layers,
+    "max_new_tokens": _whole,
+    "model": lambda name, value: _text(name, value, optional=True),
+    "prompt": _text,
+}
+
+
+def _injected() -> set[str]:
+    """The names that papermill's own cell assigned in the running notebook."""
+    shell = get_ipython()
+    cells = shell.user_ns.get("In", []) if shell else []
+    trees = [ast.parse(cell) for cell in cells if cell.startswith("# Parameters\n")]
+    targets = [
+        target for tree in trees for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
+    ]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def parameters(**given) -> SimpleNamespace:
+    """A notebook's parameters, each understood or refused: name=value as they stand in its tagged cell.
+
+    Raises IGLensError on a value that is no such parameter's, and on a name that papermill injected but the notebook
+    does not have, which would otherwise be ignored in silence.
+    """
+    for name in sorted(_injected() - set(given)):
+        close = difflib.get_close_matches(name, given, 1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(given))}"
+        raise IGLensError(f"this notebook has no parameter {name!r}; {hint}")
+    return SimpleNamespace(**{name: READERS[name](name, value) for name, value in given.items()})

@@ -1,0 +1,157 @@
+"""The static figures of the notebooks: credit map, level map, trajectory.
+
+Every function draws an Attribution as it is and returns the matplotlib figure, to be saved in any format. Tokens are
+shown with their white space visible and never interpreted as mathematics.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib import font_manager
+from matplotlib.figure import Figure
+
+from iglens_core import Attribution, IGLensError
+
+MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+# matplotlib brings the first; the others give glyphs to more scripts where they are installed
+FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans", "Hiragino Sans", "Apple SD Gothic Neo",
+         "Yu Gothic", "Microsoft YaHei", "Malgun Gothic", "Segoe UI", "Arial Unicode MS", "Noto Emoji")  # fmt: skip
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito: told apart by colour-blind readers
+LONGEST = 24  # characters of a label
+ROWS = 160  # above this many tokens, labels get a stride, said on the axis
+
+
+@functools.cache
+def _fonts() -> tuple[list[str], list]:
+    known = set(font_manager.get_font_names())
+    names = [name for name in FONTS if name in known]
+    return names, [font_manager.get_font(font_manager.findfont(name)) for name in names]
+
+
+def visible(token: str) -> str:
+    """The token with white space marked; characters that no installed font can draw stand as their code, U+65E5."""
+
+    def shown(character: str) -> str:
+        if character in MARKS:
+            return MARKS[character]
+        drawable = character.isprintable() and any(font.get_char_index(ord(character)) for font in _fonts()[1])
+        return character if drawable else f"⟨U+{ord(character):04X}⟩"
+
+    text = "".join(map(shown, token))
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def token_labels(result: Attribution) -> list[str]:
+    """One label a token, distinct even where tokens repeat: the position that predicts it, and its visible text."""
+    return [f"{p} → {visible(token)}" for p, token in zip(result.positions.tolist(), result.tokens, strict=True)]
+
+
+def _write(labels) -> None:
+    for label in labels:
+        label.set_parse_math(False)  # a $ in a token is a $
+        label.set_fontfamily(_fonts()[0])
+
+
+def _map(ax, values, columns: list[str], rows: list[str], name: str, **colours) -> None:
+    count, k = values.shape
+    mesh = ax.pcolormesh(np.arange(k + 1), np.arange(count + 1), values, edgecolors="face", linewidth=0.1, **colours)
+    ax.invert_yaxis()
+    across, down = -(-k // 32), -(-count // ROWS)
+    shown = [j for j in range(k) if (k - 1 - j) % across == 0]  # the last layer always has its label
+    ax.set_xticks([j + 0.5 for j in shown], [columns[j] for j in shown], fontsize=8)
+    ax.set_yticks(np.arange(0, count, down) + 0.5, rows[::down], fontsize=9)
+    _write(ax.get_yticklabels())
+    ax.set_xlabel("layer")
+    ax.set_ylabel("predicting position → token" + (f" (every {down}th is labelled)" if down > 1 else ""))
+    ax.tick_params(length=0)
+    ax.figure.colorbar(mesh, ax=ax, label=name, fraction=0.04, pad=0.02, aspect=30)
+
+
+def _figure(results: list[Attribution], columns: list[int]) -> tuple[Figure, list]:
+    longest = max(len(label) for result in results for label in token_labels(result))
+    count = max(len(result.tokens) for result in results)
+    width = sum(1.4 + 0.08 * longest + 0.19 * min(max(k, 8), 48) for k in columns)
+    height = 1.4 + 0.25 * min(max(count, 6), ROWS)
+    figure, axes = plt.subplots(1, len(columns), figsize=(width, height), layout="constrained", squeeze=False)
+    return figure, list(axes[0])
+
+
+def _limit(results: list[Attribution]) -> float:
+    return max(float(result.credits.abs().max()) for result in results) or 1.0
+
+
+def _credits(ax, result: Attribution, limit: float) -> None:
+    colours = {"cmap": "RdBu", "vmin": -limit, "vmax": limit}  # zero is white, in the middle
+    columns = [str(layer) for layer in result.layers]
+    _map(ax, result.credits.numpy(), columns, token_labels(result), f"credit ({result.scalar})", **colours)
+
+
+def _levels(ax, result: Attribution) -> None:
+    values = result.levels.numpy()
+    probability = result.scalar == "prob"
+    colours = {"cmap": "cividis", "vmin": 0 if probability else None, "vmax": 1 if probability else None}
+    columns = ["base", *map(str, result.layers)]
+    _map(ax, values, columns, token_labels(result), f"level ({result.scalar})", **colours)
+
+
+def credit_map(result: Attribution, *more: Attribution, titles: tuple[str, ...] = ()) -> Figure:
+    """Token × layer map of signed credits; several results stand side by side on one scale."""
+    results = [result, *more]
+    figure, axes = _figure(results, [len(one.layers) for one in results])
+    for i, (ax, one) in enumerate(zip(axes, results, strict=True)):
+        _credits(ax, one, _limit(results))
+        _write([ax.set_title(titles[i] if titles else "credit of each layer", fontsize=11)])
+    return figure
+
+
+def level_map(result: Attribution) -> Figure:
+    """Token × layer map of levels, the logit lens; the baseline is the first column."""
+    figure, axes = _figure([result], [len(result.layers) + 1])
+    _levels(axes[0], result)
+    axes[0].set_title("level at each layer (logit lens)", fontsize=11)
+    return figure
+
+
+def maps(result: Attribution) -> Figure:
+    """The credit map beside the level map."""
+    figure, axes = _figure([result], [len(result.layers), len(result.layers) + 1])
+    _credits(axes[0], result, _limit([result]))
+    _levels(axes[1], result)
+    axes[1].set_yticks([])
+    axes[1].set_ylabel("")
+    axes[0].set_title("credit of each layer: sums to Δp along a row", fontsize=11)
+    axes[1].set_title("level at each layer (logit lens)", fontsize=11)
+    return figure
+
+
+def trajectory(result: Attribution, token: int, *more: Attribution) -> Figure:
+    """One token's levels (line) and signed credits (bars) by layer, the onset marked; more results for other targets.
+
+    token: the row of the result, 0 … T − 1. All results need the same layers.
+    """
+    results = [result, *more]
+    if any(one.layers != result.layers for one in more) or not 0 <= token < len(result.tokens):
+        raise IGLensError(f"trajectory: expected one set of layers and a token of 0 … {len(result.tokens) - 1}")
+    k, onsets = len(result.layers), [int(one.onset()[token]) for one in results]
+    figure, ax = plt.subplots(figsize=(max(5.0, 2 + 0.27 * min(k, 60)), 3.6), layout="constrained")
+    for i, (one, onset) in enumerate(zip(results, onsets, strict=True)):
+        colour, width = COLOURS[i % len(COLOURS)], 0.8 / len(results)
+        label = f"“{visible(one.tokens[token])}”"
+        where = np.arange(1, k + 1) + (i - (len(results) - 1) / 2) * width
+        ax.bar(where, one.credits[token].numpy(), width, color=colour, alpha=0.45, label=f"credits of {label}")
+        ax.plot(range(k + 1), one.levels[token].numpy(), "o-", ms=3, lw=1.4, color=colour, label=f"level of {label}")
+        if onset >= 0:
+            ax.axvline(one.layers.index(onset) + 1, color=colour, ls=":", lw=1, label=f"onset of {label}: {onset}")
+    ax.axhline(0, color="black", lw=0.8)
+    across = -(-(k + 1) // 34)
+    shown = [j for j in range(k + 1) if (k - j) % across == 0]
+    names = ["base", *map(str, result.layers)]
+    ax.set_xticks(shown, [names[j] for j in shown], fontsize=8, rotation=0 if k < 20 else 90)
+    ax.set_xlabel("layer")
+    ax.set_ylabel("probability" if result.scalar == "prob" else str(result.scalar))
+    _write([ax.set_title(f"predicted at position {int(result.positions[token])}", fontsize=11)])
+    _write(ax.legend(fontsize=8, loc="best").get_texts())
+    return figure
