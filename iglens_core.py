@@ -27,6 +27,7 @@ import math
 import numbers
 import operator
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
@@ -45,6 +46,7 @@ __all__ = [
     "attribute", "explain", "path_credits", "read", "residual_path", "residual_stream", "token_id", "token_text",
 ]  # fmt: skip
 
+HALF = (torch.bfloat16, torch.float16)
 COMPARED = 64  # positions at which the model's own logits are kept, so that memory does not grow with the text
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # in probability
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # the alphabet of byte-level tokenizers
@@ -68,7 +70,7 @@ class FaithfulnessError(IGLensError):
 
 def _require(condition, message: str, error: type[IGLensError] = IGLensError) -> None:
     if not condition:
-        raise error(message)
+        raise error(" ".join(message.split())[:600])  # what was given may be a large tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +95,9 @@ def _blocks(model) -> nn.ModuleList:
     outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
     message = f"{_name(model)}: expected one list of {n} blocks in the model, found {outer or 'none'}"
     _require(len(outer) == 1, message, UnsupportedModelError)
-    return lists[outer[0]]
+    blocks = lists[outer[0]]
+    _require(len({*blocks}) == n, f"{_name(model)}: the same block stands at several layers", UnsupportedModelError)
+    return blocks
 
 
 @contextmanager
@@ -130,39 +134,40 @@ def _first_tensor(args, kwargs) -> Tensor | None:
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
-def _ids(input_ids, rows: int | None = None, what: str = "input_ids") -> Tensor:
+def _ids(input_ids, rows: int | None = None, what: str = "input_ids", kind: str = "ids of this model") -> Tensor:
     """[S] long on the CPU, from [S] or [1, S]; every id within the given number of rows."""
     try:
         ids = torch.as_tensor(input_ids).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise IGLensError(f"{what}: expected integers, got {str(input_ids)[:80]!r}") from error
     _require(ids.numel() > 0, f"{what}: expected at least one id, got none")
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     _require(whole, f"{what}: expected integers, got {ids.dtype}")
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     _require(ids.ndim == 1, f"{what}: expected one sequence, [S] or [1, S], got shape {list(ids.shape)}")
+    ids = ids.long()
     bad = [] if rows is None else ids[(ids < 0) | (ids >= rows)].tolist()
-    _require(not bad, f"{what}: expected ids of this model, 0 … {(rows or 0) - 1}, got {bad[:3]}")
-    return ids.long()
+    _require(not bad, f"{what}: expected {kind}, 0 … {(rows or 0) - 1}, got {bad[:3]}")
+    return ids
 
 
-def _run(model, ids: Tensor, mask: Tensor | None = None, at: Tensor | None = None, overwrite: Tensor | None = None):
+def _run(model, ids: Tensor, at: Tensor | None = None, overwrite: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One forward of one sequence: ids [S] -> stream [n + 1, S, d], the model's own logits [C, V] at positions `at`.
 
     `overwrite` [S, d] takes the place of the last block's output (the stream still holds what the block computed).
     """
     blocks = _blocks(model)
-    embeddings = model.get_input_embeddings()
-    ids = _ids(ids, getattr(embeddings, "num_embeddings", None)).to(model.device)
-    stream = None
+    ids = _ids(ids, getattr(model.get_input_embeddings(), "num_embeddings", None)).to(model.device)
+    stream, seen = None, []
 
     def store(layer, states):
         nonlocal stream
         message = f"{_name(model)}: expected one stream [1, {len(ids)}, d], layer {layer} gives {_shape(states)}"
         _require(_shape(states)[:2] == [1, len(ids)] and states.ndim == 3, message, UnsupportedModelError)
         if stream is None:
-            stream = states.new_full((len(blocks) + 1, *states.shape[1:]), math.nan)
+            stream = states.new_empty((len(blocks) + 1, *states.shape[1:]))
         stream[layer] = states[0]  # copied at once: a later block may write into its input
+        seen.append(layer)
 
     def before_first(module, args, kwargs):
         store(0, _first_tensor(args, kwargs))
@@ -179,44 +184,50 @@ def _run(model, ids: Tensor, mask: Tensor | None = None, at: Tensor | None = Non
     kwargs, accepted = {}, inspect.signature(model.forward).parameters
     if "use_cache" in accepted:
         kwargs["use_cache"] = False
-    if mask is not None and not bool(mask.all()):
-        kwargs["attention_mask"] = mask[None].to(model.device, torch.long)
-        if "position_ids" in accepted:  # some models count padding as positions unless told
-            kwargs["position_ids"] = (kwargs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     if at is not None and "logits_to_keep" in accepted:
         kwargs["logits_to_keep"] = at.to(model.device)
     handles = [blocks[0].register_forward_pre_hook(before_first, with_kwargs=True)]
     handles += [block.register_forward_hook(after(layer)) for layer, block in enumerate(blocks, 1)]
     with _hooked(handles), _evaluating(model), torch.no_grad():
-        logits = model(input_ids=ids[None], **kwargs).logits[0]
-        if at is not None and len(logits) != len(at):
-            logits = logits[at.to(logits.device)]
+        try:
+            logits = model(input_ids=ids[None], **kwargs).logits[0]
+        except IGLensError:
+            raise
+        except Exception as error:  # whatever the model raises, the caller learns that it is the model
+            raise UnsupportedModelError(f"{_name(model)} fails on {len(ids)} ids: {_line(error)}") from error
+    message = f"{_name(model)}: expected every block to run once, in order; they ran as {seen[:12]}"
+    _require(seen == list(range(len(blocks) + 1)), message, UnsupportedModelError)
+    if at is not None and len(logits) != len(at):
+        logits = logits[at.to(logits.device)]
     return stream, logits.detach()
+
+
+def _line(error) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def residual_stream(model, input_ids, attention_mask=None) -> Tensor:
     """The residual stream of one sequence, before the final norm, captured by hooks that are removed again.
 
-    input_ids: [S] or [1, S] ids. attention_mask: the same shape, 0 for padding. Returns [n + 1, S, d] in the model's
-    dtype: layer 0 is the input of the first block, layer n the output of the last. (`output_hidden_states` would give
-    the last state after the final norm.) Raises IGLensError on bad ids or non-finite states, UnsupportedModelError
-    where the model has no single residual stream.
+    input_ids: [S] or [1, S] ids. attention_mask: the same shape, 0 for padding at either end. Returns [n + 1, S, d]:
+    layer 0 is the input of the first block, layer n the output of the last, NaN at padding. (`output_hidden_states`
+    would give the last state after the final norm.) Raises IGLensError on bad ids or non-finite states,
+    UnsupportedModelError where the model has no single residual stream.
     """
-    stream, _ = _run(model, input_ids, _mask(attention_mask, _ids(input_ids)), at=torch.tensor([0]))
-    return _finite(stream, model)
-
-
-def _mask(attention_mask, ids: Tensor) -> Tensor:
-    if attention_mask is None:
-        return torch.ones_like(ids)
-    mask = _ids(torch.as_tensor(attention_mask).long(), 2, "attention_mask")
-    fits = mask.shape == ids.shape and bool(mask.any())
-    _require(fits, f"attention_mask: expected {len(ids)} values with at least one 1, got {_shape(mask)}")
-    return mask
+    ids = _ids(input_ids)
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    mask = _ids(mask.long() if getattr(mask, "dtype", None) == torch.bool else mask, 2, "attention_mask", "0 or 1")
+    real = mask.nonzero()[:, 0]
+    whole = mask.shape == ids.shape and len(real) > 0 and int(real[-1] - real[0]) == len(real) - 1
+    _require(whole, f"attention_mask: expected {len(ids)} values, its 1s in one run, got {mask.tolist()[:20]}")
+    stream, _ = _run(model, ids[real], at=torch.tensor([0]))  # without the padding, which models read differently
+    padded = _finite(stream, model).new_full((len(stream), len(ids), stream.shape[-1]), math.nan)
+    padded[:, real.to(stream.device)] = stream
+    return padded
 
 
 def _finite(stream: Tensor, model) -> Tensor:
-    bad = (~torch.isfinite(stream)).flatten(1).any(1).nonzero().flatten().tolist()
+    bad = [layer for layer, states in enumerate(stream) if not torch.isfinite(states).all()]
     what = f"{_name(model)}: the residual stream at layer {bad[:1]} is not finite in {stream.dtype}"
     _require(not bad, f"{what}; load the model in bfloat16 or float32")
     return stream
@@ -239,7 +250,8 @@ class Readout:
         blocks = _blocks(model)
         self.model, self.n = model, len(blocks)
         rows = getattr(model.get_input_embeddings(), "num_embeddings", 2)
-        probe = torch.tensor([(7 + 13 * i * max(1, rows // 97)) % rows for i in range(8)])
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8
+        probe = torch.tensor([(7 + 13 * i * max(1, rows // 97)) % rows for i in range(min(8, context))])
         calls, end = [], model.get_output_embeddings()
         inside = {m for m in blocks.modules()}
         watched = [m for m in model.modules() if m not in inside and blocks not in set(m.modules())]
@@ -253,10 +265,12 @@ class Readout:
         handles += [module.register_forward_hook(note, with_kwargs=True) for module in watched]
         with _hooked(handles):
             stream, logits = _run(model, probe)
-        self.V, self.d = logits.shape[-1], stream.shape[-1]
+        self.V, self.d = logits.shape[-1], _finite(stream, model).shape[-1]
         self._tail = self._follow(stream[-1][None], calls, end)
         lost = f"{_name(model)}: could not follow the states from block {self.n} to the head; nothing is read from it"
         _require(self._tail is not None, lost, UnsupportedModelError)
+        first = self._tail[0][1]
+        self._dtype = next(given.dtype for module, given, _ in calls if module is first)  # of the states it takes
         self._slope, self._cap = self._shape_of_logits(probe)
         self._check(probe, stream, logits)
 
@@ -282,14 +296,18 @@ class Readout:
         with _hooked([end.register_forward_hook(lambda _, args, output: known.to(output).expand_as(output).clone())]):
             _, logits = _run(self.model, probe)
         z, y = known.double(), logits[0].double().cpu()
-        slope = float(y[:m] @ z[:m] / (z[:m] @ z[:m]))
-        cap = None if abs(float(y[-1]) - slope * float(z[-1])) < 1e-2 * abs(float(y[-1])) else abs(float(y[-1]))
-        tolerance = 8 * torch.finfo(logits.dtype).eps
-        slope = 1.0 if abs(slope - 1) < tolerance else slope
+        if torch.equal(y, z):
+            return 1.0, None
+        slope = float(y[:m] @ z[:m] / (z[:m] @ z[:m]))  # averaged: a half-precision model rounds each value
+        cap = None
+        if abs(float(y[-1]) - slope * float(z[-1])) > 0.05 * abs(float(y[-1])):  # it saturates
+            cap = abs(float(y[-1]))
+            straight = cap * torch.atanh((y[:m] / cap).clamp(-0.999, 0.999))
+            slope = float(straight @ z[:m] / (z[:m] @ z[:m]))
         made = slope * z if cap is None else cap * torch.tanh(slope * z / cap)
         error = float(((y - made).abs() / (made.abs() + 1e-2)).max())
         message = f"{_name(self.model)} does to its logits what is neither a scale nor a soft cap (off by {error:.1e})"
-        _require(error < max(2 * tolerance, 1e-5), message, UnsupportedModelError)
+        _require(error < max(3 * torch.finfo(logits.dtype).eps, 1e-5), message, UnsupportedModelError)
         return slope, cap
 
     def _check(self, probe: Tensor, stream: Tensor, logits: Tensor) -> None:
@@ -298,20 +316,26 @@ class Readout:
         changed = probe.clone()
         changed[-1] = (probe[-1] + 1) % max(2, int(probe.max()) + 1)
         again, overwritten = _run(self.model, changed, overwrite=mixed)
+        moved = (again - stream)[:, :-1].abs().amax(-1) / stream[:, :-1].abs().amax(-1).clamp(min=1e-30)
         message = f"{_name(self.model)}: a later token changes earlier states (an encoder?); expected a causal decoder"
-        _require(_gap(again[:, :-1], stream[:, :-1]) < 1e-2, message, UnsupportedModelError)
-        allowed = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}.get(self.model.dtype, 5e-3)
-        for states, own in ((stream[-1], logits), (mixed, overwritten)):
-            with torch.no_grad():
-                error = _gap(self.logits(states), own.double())
-            message = f"{_name(self.model)}: the readout misses the model's own logits by {error:.1e} of their size"
-            _require(error <= allowed, f"{message} (allowed {allowed:.0e}); it is not read", UnsupportedModelError)
+        _require(moved.max() <= (4e-3 if self.model.dtype in HALF else 1e-4), message, UnsupportedModelError)
+        self._agrees(stream[-1], logits, UnsupportedModelError)
+        self._agrees(mixed, overwritten, UnsupportedModelError)
+
+    def _agrees(self, states: Tensor, own: Tensor, error: type[IGLensError]) -> None:
+        """Over the whole vocabulary, the readout of states [R, d] gives the model's own logits [R, V]."""
+        allowed = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
+        allowed = allowed.get(self.model.dtype, 8e-3)
+        with torch.no_grad():
+            gap = _gap(self.logits(states.flip(0)).flip(0), own.double())  # turned round: no row may depend on others
+        message = f"{_name(self.model)}: the readout misses the model's own logits by {gap:.1e} of their size"
+        _require(gap <= allowed, f"{message} (allowed {allowed:.0e}); expected the same, unchanged model", error)
 
     def logits(self, h: Tensor) -> Tensor:
         """h [R, d] -> [R, V], after soft cap and scale, as the model would; float32 (float64 for a float64 model)."""
-        fits = len(_shape(h)) == 2 and _shape(h)[1] == self.d
-        _require(fits, f"h: expected states [R, {self.d}], got {_shape(h)}")
-        x = h[None].to(self.model.device, self.model.dtype)
+        fits = len(_shape(h)) == 2 and _shape(h)[1] == self.d and h.is_floating_point()
+        _require(fits, f"h: expected floats [R, {self.d}], got {_shape(h)} {getattr(h, 'dtype', '')}")
+        x = h[None].to(self.model.device, self._dtype)
         for factor, module in self._tail:
             with _evaluating(module):
                 x = _first(module(x if factor == 1 else x * factor))
@@ -342,7 +366,7 @@ def _factor(given: Tensor, states: Tensor) -> float | None:
     """The constant c with given = c·states, None where there is none."""
     if given.shape != states.shape or not given.is_floating_point():
         return None
-    a, b = given.detach().double().cpu(), states.detach().double().cpu()
+    a, b = given.detach().double().cpu(), states.detach().to(given.dtype).double().cpu()
     if torch.equal(a, b):
         return 1.0
     c = float((a * b).sum() / (b * b).sum()) if bool(b.any()) else 0.0
@@ -355,27 +379,26 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return float((a.to(b) - b).abs().max() / b.abs().max().clamp(min=1e-30))
 
 
-def _whole(value, what: str, low: int, high: int | None = None) -> int:
+def _whole(value, what: str, low: float = -math.inf, high: float = math.inf) -> int:
     """An integer within the bounds, not a bool."""
-    flag = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
-    number = operator.index(value) if hasattr(value, "__index__") and not flag and _shape(value)[1:] == [] else None
-    fits = number is not None and low <= number and (high is None or number <= high)
-    _require(fits, f"{what}: expected an integer, {low} … {'' if high is None else high}, got {value!r}")
+    number = None
+    if not isinstance(value, bool) and getattr(value, "dtype", None) != torch.bool:
+        with suppress(TypeError, RuntimeError):
+            number = operator.index(value)
+    fits = number is not None and low <= number <= high
+    bounds = "" if low == -math.inf else f", at least {low}" if high == math.inf else f", {low} … {high}"
+    _require(fits, f"{what}: expected an integer{bounds}, got {value!r}")
     return number
 
 
-def _number(value, what: str, fits: Callable[[float], bool], expected: str) -> float:
+def _number(value, what: str, fits: Callable[[float], bool], expected: str) -> None:
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     _require(real and fits(value), f"{what}: expected {expected}, got {value!r}")
-    return float(value)
 
 
 def _targets(target, count: int, rows: int) -> Tensor:
-    if isinstance(target, numbers.Integral) or _shape(target) == []:
+    if isinstance(target, numbers.Integral) or getattr(target, "ndim", None) == 0:
         target = [target] * count
-    texts = [target] if isinstance(target, str) else target if isinstance(target, (list, tuple)) else []
-    message = f"targets: expected ids, got {target!r}; explain() takes texts, token_id() resolves one"
-    _require(not any(isinstance(text, str) for text in texts), message)
     target = _ids(target, rows, "targets")
     _require(len(target) == count, f"targets: expected {count} ids, one for each explained token, got {len(target)}")
     return target
@@ -404,6 +427,7 @@ def path_credits(
     (float64 for a float64 model). Raises IGLensError on wrong shapes, ids, options or non-finite states.
     """
     _options(estimator, steps, scalar)
+    _require(isinstance(readout, Readout), f"readout: expected a Readout, got {type(readout).__name__}")
     fits = len(_shape(states)) == 3 and states.shape[0] > 1 and states.shape[2] == readout.d
     _require(fits, f"states: expected [k + 1, T, {readout.d}] with k of at least 1, got {_shape(states)}")
     _require(torch.isfinite(states).all(), "states: expected finite values, got NaN or infinity")
@@ -460,11 +484,11 @@ class Trace:
 
 def token_text(tokenizer, token: int) -> str:
     """The text of one id: as it reads inside a sentence (leading space kept), bytes as <0xE6>, no text as "id N"."""
-    token, size = int(token), len(tokenizer)
-    piece = tokenizer.convert_ids_to_tokens(token) if 0 <= token < size else None
+    token = _whole(token, "token")
+    piece = tokenizer.convert_ids_to_tokens(token) if 0 <= token < len(tokenizer) else None
     if piece is None:
         return f"id {token}"
-    if token in tokenizer.all_special_ids:
+    if token in tokenizer.all_special_ids or re.fullmatch("<0x[0-9A-F]{2}>", piece):
         return piece
     anchor = tokenizer.encode("a", add_special_tokens=False)  # some tokenizers drop a space at the start of a text
     start = tokenizer.decode(anchor, clean_up_tokenization_spaces=False)
@@ -474,7 +498,7 @@ def token_text(tokenizer, token: int) -> str:
         return text
     if all(character in BYTES for character in piece):
         return "".join(f"<0x{BYTES[character]:02X}>" for character in piece)
-    return piece if piece.startswith("<0x") else f"id {token}"
+    return f"id {token}"
 
 
 def token_id(tokenizer, text: str) -> int:
@@ -483,18 +507,28 @@ def token_id(tokenizer, text: str) -> int:
     Raises IGLensError where the text is not one token, or is a special token.
     """
     _require(isinstance(text, str) and text, f"target: expected a token's text, got {text!r}")
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids, vocabulary = _encode(tokenizer, text), tokenizer.get_vocab()
+    # some tokenizers put a space before a text: then it is looked up
+    known = [
+        *ids[: len(ids) == 1],
+        *(vocabulary[piece] for piece in (text, text.replace(" ", "▁")) if piece in vocabulary),
+    ]
+    exact = [i for i in known if i not in tokenizer.all_special_ids and token_text(tokenizer, i) == text]
     pieces = ", ".join(f"{i} {token_text(tokenizer, i)!r}" for i in ids) or "nothing"
-    one = len(ids) == 1 and ids[0] not in tokenizer.all_special_ids
-    _require(one, f"target {text!r}: expected the text of one ordinary token, it encodes as {pieces}; pass an id")
-    return ids[0]
+    _require(exact, f"target {text!r}: expected the text of one ordinary token, it encodes as {pieces}; pass an id")
+    return exact[0]
 
 
 def _encode(tokenizer, text: str, special: bool = False) -> list[int]:
-    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    while special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        ids.pop()  # an end token put there by the tokenizer would close the text before the answer
-    return ids
+    try:
+        plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        full = list(tokenizer(text)["input_ids"]) if special else plain
+    except (TypeError, UnicodeError) as error:  # half a surrogate pair, for one
+        raise IGLensError(f"the tokenizer cannot encode {text[:60]!r}: {_line(error)}") from error
+    for start in range(len(full) - len(plain), -1, -1):
+        if full[start : start + len(plain)] == plain:
+            return full[: start + len(plain)]  # an end token put behind the text would close it before the answer
+    return full
 
 
 def _prompt(tokenizer, prompt, chat, rows) -> tuple[list[int], str | None]:
@@ -517,6 +551,8 @@ def _prompt(tokenizer, prompt, chat, rows) -> tuple[list[int], str | None]:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates are programs: whatever they raise, the advice is the same
             raise IGLensError(f"the chat template refused the prompt ({error}); pass chat=False") from error
+        dropped = "the chat template left the prompt out (it may want a list of parts); pass chat=False"
+        _require(prompt.strip() in text, dropped)
         ids = _encode(tokenizer, text)  # the template writes its own special tokens: nothing is added
     _require(ids, f"prompt: expected at least one token, {prompt!r} encodes to none")
     _ids(ids, rows, "prompt")
@@ -529,25 +565,29 @@ def _forced(tokenizer, answer, prompt_ids: list[int], text: str | None, rows) ->
         return _ids(answer, rows, "answer").tolist()
     ids = _encode(tokenizer, answer)
     _require(ids, f"answer: expected at least one token, got {answer!r}; pass None for the model's own answer")
+    _ids(ids, rows, "answer")
     if text is None:
         return ids
     fed, joint = prompt_ids + ids, _encode(tokenizer, text + answer)
     if joint != fed[-len(joint) :]:
         tail = joint[max(0, len(joint) - len(ids) - 3) :]
         together = f"encoded together with the prompt it would end in {tail}"
-        warnings.warn(f"the answer {answer!r} is fed as {ids}; {together}", stacklevel=4)
+        warnings.warn(f"the answer {answer!r} is fed as {ids}; {together}", stacklevel=3)
     if answer[0].isalnum() and text[-1].isalnum() and ord(answer[0]) < 0x2E80:  # scripts that put spaces between words
-        one, two = (f"id {i} {token_text(tokenizer, i)!r}" for i in (ids[0], _encode(tokenizer, " " + answer)[0]))
-        warnings.warn(f"the answer starts with {one}; with a space before it, it would start with {two}", stacklevel=4)
+        spaced = _encode(tokenizer, " " + answer)
+        one, two = (f"id {i} {token_text(tokenizer, i)!r}" for i in (ids[0], spaced[0]))
+        if one != two:
+            warnings.warn(f"the answer starts with {one}; with a space before it, with {two}", stacklevel=3)
     return ids
 
 
 def _greedy(model, tokenizer, ids: list[int], count: int) -> list[int]:
     """The argmax of the raw logits, token by token, up to and with the end token."""
     _require(hasattr(model, "generate"), f"{_name(model)} cannot generate; pass the answer")
-    own = model.generation_config
-    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    ends = sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
+    own = getattr(model, "generation_config", None)
+    ends = {tokenizer.eos_token_id}
+    ends |= {*end} if isinstance(end := getattr(own, "eos_token_id", None), (list, tuple)) else {end}
+    ends = sorted(ends - {None})
     given = torch.tensor([ids], device=model.device)
     # a config of its own: penalties and forced tokens of the model's would change the argmax
     plain = GenerationConfig(eos_token_id=ends or None, pad_token_id=(ends or [0])[0], do_sample=False, num_beams=1)
@@ -612,7 +652,7 @@ def read(model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", ma
 def _layers(layers, n: int, baseline) -> tuple[int, ...]:
     if layers is None:
         return tuple(range(1 if isinstance(baseline, str) and baseline == "embedding" else 0, n + 1))
-    if not isinstance(layers, Iterable) or _shape(layers) == []:
+    if not isinstance(layers, Iterable) or getattr(layers, "ndim", None) == 0:
         count = _whole(layers, "layers", 1, n)
         return tuple(round(n * j / count) for j in range(1, count + 1))
     chosen = {_whole(layer, "layers", 0, n) for layer in layers}
@@ -630,31 +670,56 @@ def _base(trace: Trace, some: slice, lowest: int, baseline) -> Tensor:
         if baseline == "zero":
             return torch.zeros_like(stream[0, where])
         if baseline == "mean":  # positions up to the explained one: later ones would leak the future
-            mask = trace.attention_mask.to(stream.device, torch.bool)
-            _require(mask[where].all(), "positions: expected tokens, got a padding position (attention_mask 0)")
-            real = stream[lowest].cpu().double() * mask.cpu()[:, None]  # float64: position 0 dwarfs the others
-            mean = real.cumsum(0) / mask.cpu().cumsum(0).clamp(min=1)[:, None]
+            mask = trace.attention_mask.bool().cpu()
+            _require(mask[where.cpu()].all(), "positions: expected tokens, got a padding position (attention_mask 0)")
+            real = stream[lowest].cpu().double().where(mask[:, None], 0)  # float64: position 0 dwarfs the others
+            mean = real.cumsum(0) / mask.cumsum(0).clamp(min=1)[:, None]
             return mean[where.cpu()].to(stream)
     total, d, vector = len(trace.positions), stream.shape[-1], torch.empty(0)
     if not isinstance(baseline, str):
-        with suppress(TypeError, ValueError, RuntimeError):  # refused below, by its shape
-            vector = torch.as_tensor(baseline)
-    fits = vector.is_floating_point() and vector.shape in ((d,), (total, d))
+        with suppress(TypeError, ValueError, RuntimeError):  # what is no plain tensor of floats is refused below
+            given = torch.as_tensor(baseline).detach()
+            vector = given.cpu().double() if given.is_floating_point() else vector
+    fits = vector.shape in ((d,), (total, d))
     expected = f"'embedding', 'mean', 'zero' or floats of shape [{d}] or [{total}, {d}]"
-    got = f"{vector.dtype} {_shape(vector)}" if vector.numel() else repr(baseline)
+    got = f"{baseline.dtype} {_shape(baseline)}" if isinstance(baseline, Tensor) else repr(baseline)[:80]
     _require(fits, f"baseline: expected {expected}, got {got}")
     _require(torch.isfinite(vector).all(), "baseline: expected finite values, got NaN or infinity")
-    return vector.detach().to(stream).expand(total, d)[some]
+    return vector.to(stream).expand(total, d)[some]
 
 
 def _path(trace: Trace, some: slice, layers: tuple[int, ...], baseline, translators) -> Tensor:
     base = _base(trace, some, layers[0], baseline)[None]
     states = trace.stream[torch.tensor(layers)[:, None], trace.positions[some]]  # [k, T, d], only what is needed
     if translators is not None:
-        states = translators(states, layers)
+        states = _translated(translators, states, layers)
         if isinstance(baseline, str) and baseline == "embedding":
-            base = translators(base, (0,))
+            base = _translated(translators, base, (0,))
     return torch.cat([base, states])
+
+
+def _translated(translators, states: Tensor, layers: tuple[int, ...]) -> Tensor:
+    _require(callable(translators), f"translators: expected a function of states and layers, got {translators!r}"[:200])
+    made = translators(states, layers)
+    _require(_shape(made) == _shape(states), f"translators: expected states {_shape(states)}, got {_shape(made)}")
+    return made
+
+
+def _trace(trace: Trace) -> None:
+    """A Trace may be made by hand: its parts must fit each other."""
+    _require(isinstance(trace, Trace), f"trace: expected a Trace, got {type(trace).__name__}")
+    shape, count = _shape(trace.stream), len(_ids(trace.positions, what="trace.positions"))
+    floats = len(shape) == 3 and trace.stream.is_floating_point()
+    _require(floats, f"trace.stream: expected floats [n + 1, S, d], got {shape}")
+    _ids(trace.positions, shape[1], "trace.positions", "positions")
+    parts = {"token_ids": [count], "attention_mask": [shape[1]]}
+    if trace.logits is not None:
+        kept = len(_ids(trace.logit_positions, shape[1], "trace.logit_positions", "positions"))
+        parts |= {"logit_positions": [kept], "logits": [kept, *_shape(trace.logits)[1:2]]}
+    for name, expected in parts.items():
+        got = _shape(getattr(trace, name))
+        _require(got == expected, f"trace.{name}: expected a tensor {expected}, got {got}")
+    _require(len(trace.tokens) == count, f"trace.tokens: expected {count} texts, got {len(trace.tokens)}")
 
 
 def residual_path(
@@ -671,6 +736,7 @@ def residual_path(
     over the non-padding positions up to the explained one), "zero", or floats [d] or [T, d]. translators: maps states
     [·, T, d] of the given layers; applied to the layers and the embedding baseline. Raises IGLensError on all else.
     """
+    _trace(trace)
     chosen = _layers(layers, trace.stream.shape[0] - 1, baseline)
     return _path(trace, slice(None), chosen, baseline, translators), chosen
 
@@ -690,16 +756,23 @@ def attribute(
 ) -> Attribution:
     """Split every explained token's probability over the layers; never runs the model.
 
-    targets: [T] ids, or one for all; default the tokens themselves. layers, baseline, translators: see residual_path.
-    estimator, steps, scalar, memory_mb: see path_credits. Raises IGLensError on bad options, FaithfulnessError where
-    the readout disagrees with the model's own logits by more than the dtype's tolerance.
+    targets: [T] ids or texts, or one for all; default the tokens themselves. layers, baseline, translators: see
+    residual_path. estimator, steps, scalar, memory_mb: see path_credits. Raises IGLensError on bad options,
+    FaithfulnessError where the readout disagrees with the model's own logits by more than the dtype's tolerance.
     """
-    known = isinstance(readout, Readout) and isinstance(trace, Trace)
-    _require(known, f"expected a Readout and a Trace, got {type(readout).__name__} and {type(trace).__name__}")
+    _require(isinstance(readout, Readout), f"readout: expected a Readout, got {type(readout).__name__}")
+    _trace(trace)
     fits = trace.stream.shape[::2] == (readout.n + 1, readout.d)
     expected = f"a stream [{readout.n + 1}, S, {readout.d}] of the readout's model"
     _require(fits, f"trace: expected {expected}, got {_shape(trace.stream)}")
     _options(estimator, steps, scalar)
+    if trace.logits is not None:  # at every entry of the vocabulary, whatever the targets
+        own = trace.logits.to(trace.stream.device)
+        readout._agrees(trace.stream[-1, trace.logit_positions], own, FaithfulnessError)
+    if isinstance(targets, str):
+        targets = token_id(trace.tokenizer, targets)
+    elif isinstance(targets, (list, tuple)):
+        targets = [token_id(trace.tokenizer, target) if isinstance(target, str) else target for target in targets]
     target_ids = trace.token_ids if targets is None else _targets(targets, len(trace.positions), readout.V)
     chosen = _layers(layers, readout.n, baseline)
     credits, levels, ends = [], [], []
@@ -713,7 +786,7 @@ def attribute(
         levels.append(part[1])
         with torch.no_grad():
             ends.append(torch.stack([readout.prob(states[0], wanted), readout.prob(states[-1], wanted)]))  # apart
-    ends = torch.cat(ends, 1).cpu()
+    ends = torch.cat(ends, 1).cpu()  # [2, T]
     credits, levels = torch.cat(credits).cpu(), torch.cat(levels).cpu()
     model_level = _model_level(trace, target_ids).to(levels.dtype)
     known = ~model_level.isnan()
@@ -733,11 +806,11 @@ def attribute(
         estimator=estimator,
         steps=int(steps),
         model=trace.model,
-        dtype=str(trace.stream.dtype).removeprefix("torch."),
+        dtype=str(readout.model.dtype).removeprefix("torch."),
     )
-    error, allowed = result.faithfulness_error, TOLERANCE[trace.stream.dtype]
+    error, allowed = result.faithfulness_error, TOLERANCE.get(readout.model.dtype, 2e-2)
     message = f"the readout's probabilities are off the model's own by {error:.1e} (allowed {allowed:.0e})"
-    advice = "make Readout and Trace from the same, unchanged model"
+    advice = "make Readout and Trace from the same, unchanged model; translators must leave the last layer as it is"
     _require(error <= allowed or not known.any(), f"{message}; {advice}", FaithfulnessError)
     return result
 
@@ -761,19 +834,15 @@ def _model_level(trace: Trace, targets: Tensor) -> Tensor:
 
 
 def explain(
-    model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", max_new_tokens=20, targets=None, **options
+    model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", max_new_tokens=20, **options
 ) -> Attribution:
     """read, then attribute: the layer credits of the answer's tokens.
 
-    targets may be strings here (one for all, or one for each token). See read and attribute for every option.
+    See read and attribute for every option.
     """
     given = {"answer": answer, "chat": chat, "scope": scope, "max_new_tokens": max_new_tokens}
     trace = read(model, tokenizer, prompt, **given)
-    if isinstance(targets, str):
-        targets = token_id(tokenizer, targets)
-    elif isinstance(targets, (list, tuple)):
-        targets = [token_id(tokenizer, t) if isinstance(t, str) else t for t in targets]
-    return attribute(Readout(model), trace, targets=targets, **options)
+    return attribute(Readout(model), trace, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -827,7 +896,7 @@ class Attribution:
         Raises CompletenessError or FaithfulnessError with the numbers.
         """
         if tolerance is None:
-            tolerance = TOLERANCE[getattr(torch, self.dtype)]
+            tolerance = TOLERANCE.get(getattr(torch, self.dtype), 2e-2)
         _number(tolerance, "tolerance", lambda x: x >= 0, "a number, at least 0")
         for error, kind, message in (
             (self.completeness_error, CompletenessError, "the credits do not sum to delta"),
@@ -856,20 +925,26 @@ class Attribution:
         """
         plain = self.estimator == "observed" and self.scalar == "prob"
         _require(plain, f"answer(): expected the observed estimator and 'prob', got {self.estimator}, {self.scalar}")
+        _require(isinstance(log, bool), f"log: expected True or False, got {log!r}")
         _require((self.positions.diff() == 1).all(), "answer(): expected contiguous positions; use scope='answer'")
         _require(torch.equal(self.token_ids, self.target_ids), "answer(): expected the answer's own tokens as targets")
+        seen = not log or bool((self.levels >= torch.finfo(self.levels.dtype).tiny).all())
+        _require(
+            seen, "answer(log=True): expected probabilities above 1e-38; some levels are lower and lost their digits"
+        )
 
         def whole(levels: Tensor) -> Tensor:
             total = levels.double().log().sum(0)
             return total if log else total.exp()
 
-        levels, end = whole(self.levels), whole(self.model_level)
+        compared = ~self.model_level.isnan()
+        levels, end = whole(self.levels), whole(self.model_level.where(compared, self.levels[:, -1]))
         return replace(
             self,
             credits=levels.diff()[None],
             levels=levels[None],
-            delta=((levels[-1] if end.isnan() else end) - levels[0])[None],
-            model_level=end[None],
+            delta=(end - levels[0])[None],
+            model_level=(end if compared.any() else end * math.nan)[None],
             positions=self.positions[-1:],
             token_ids=self.token_ids[-1:],
             target_ids=self.target_ids[-1:],
@@ -896,14 +971,17 @@ class Attribution:
 
     def save(self, path) -> None:
         """Write to a safetensors file with the labels as metadata; the file appears whole or not at all."""
+        _require(isinstance(path, (str, os.PathLike)), f"save: expected a path, got {path!r}")
         path = Path(path)
         _require(path.parent.is_dir(), f"save: the folder {path.parent} does not exist; make it first")
-        labels = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        labels = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
         copies = {name: getattr(self, name).clone(memory_format=torch.contiguous_format) for name in _TENSORS}
         try:
             save_file(copies, part, {"iglens": json.dumps(labels)})
             os.replace(part, path)
+        except (OSError, SafetensorError) as error:
+            raise IGLensError(f"save: cannot write {path}: {_line(error)}; choose another place") from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -915,6 +993,9 @@ class Attribution:
                 labels = json.loads(file.metadata()["iglens"])
                 tensors = {name: file.get_tensor(name) for name in _TENSORS}
             labels = {name: tuple(value) if isinstance(value, list) else value for name, value in labels.items()}
+            count, k = tensors["credits"].shape
+            shapes = [(count, k), (count, k + 1), *[(count,)] * (len(_TENSORS) - 2)]
+            _require([tensors[name].shape for name in _TENSORS] == shapes, "its shapes do not fit each other")
             return Attribution(**tensors, **labels)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise IGLensError(f"load: {path} is not a file written by Attribution.save ({error})") from error

@@ -53,6 +53,7 @@ def test_parameters_are_understood_as_text_or_value(name, value, expected):
         ("layers", "1.5"),
         ("layers", True),
         ("layers", "__import__('os')"),
+        ("layers", "-" * 5000),
         ("max_new_tokens", "many"),
         ("max_new_tokens", "1.5"),
         ("max_new_tokens", None),
@@ -84,6 +85,12 @@ def test_explain_many_stops_at_a_failure_when_asked():
         list(explain_many(model, tokenizer, ["the", ""], answer=" sat", chat=False, stop=True))
 
 
-def test_explain_many_refuses_one_string():
+@pytest.mark.parametrize("prompts", ["the cat", b"the cat", None, 3])
+def test_explain_many_refuses_what_is_no_list_at_once(prompts):
     with pytest.raises(IGLensError, match="expected a list of prompts"):
-        list(explain_many(tiny.speaker(), tiny.tokenizer(), "the cat"))
+        explain_many(tiny.speaker(), tiny.tokenizer(), prompts)
+
+
+def test_parameters_that_no_notebook_has_are_refused():
+    with pytest.raises(IGLensError, match="got nope"):
+        parameters(nope=3)

@@ -91,6 +91,18 @@ def test_credits_sum_to_delta(baseline, layers):
     assert result.check(1e-6) is result
 
 
+def test_delta_ends_at_the_models_own_probability_so_that_completeness_can_fail():
+    own, best = trace().logits.clone(), trace().logits.argmax(-1)
+    level = attribute(readout(), trace(), targets=best).levels[:, -1]
+    row = int((level - 0.5).abs().argmin())  # where a logit moves its probability most
+    own[row, best[row]] += 2e-5
+    shift = 2e-5 * float(level[row] * (1 - level[row]))
+    assert shift > 3e-6
+    result = attribute(readout(), dataclasses.replace(trace(), logits=own), targets=best)
+    assert result.completeness_error == pytest.approx(shift, rel=0.2)
+    assert result.faithfulness_error == pytest.approx(shift, rel=0.2)
+
+
 def test_float64_models_get_float64_credits():
     model = tiny.cast(tiny.shared("llama"), torch.float64)
     result = explain(model, tiny.tokenizer(), IDS[:3].tolist(), answer=IDS[3:].tolist())
@@ -206,12 +218,14 @@ def test_targets_as_texts_in_explain():
     each = explain(model, tokenizer, "the cat", targets=[" mat", 41], **options)
     assert each.target_ids.tolist() == [*tokenizer.encode(" mat"), 41]
     assert torch.equal(each.credits[0], one.credits[0])
+    trace = read(model, tokenizer, "the cat", **options)
+    assert torch.equal(attribute(Readout(model), trace, targets=[" mat", 41]).credits, each.credits)
 
 
 def test_a_state_that_was_zeroed_on_its_way_is_noticed():
     stream = trace().stream.clone()
     stream[-1, 3] = 0
-    with pytest.raises(IGLensError, match="off the model's own"):
+    with pytest.raises(IGLensError, match="the model's own"):
         attribute(readout(), dataclasses.replace(trace(), stream=stream))
 
 
@@ -302,6 +316,15 @@ def test_mean_baseline_does_not_see_later_positions():
     plain, changed = residual_path(trace(), baseline="mean")[0], residual_path(later, baseline="mean")[0]
     assert torch.equal(plain[:, :4], changed[:, :4])
     assert not close(plain[0, 4], changed[0, 4], 1)
+
+
+def test_each_token_of_a_long_text_starts_at_its_own_baseline():
+    ids = torch.tensor([3 + 7 * i % 90 for i in range(131)])
+    long = read(tiny.shared("llama"), tiny.tokenizer(), ids[:1], answer=ids[1:])
+    base = torch.randn(130, D, generator=torch.Generator().manual_seed(1))
+    result = attribute(readout(), long, baseline=base, layers=[1]).check(1e-6)
+    assert close(result.levels[:, 0], oracle_at(base, ids[1:]))
+    assert close(result.levels[:, 1], oracle_at(long.stream[1, :130], ids[1:]))
 
 
 def left_padded(model, tokenizer, ids: torch.Tensor, pads: int, token: int) -> Trace:

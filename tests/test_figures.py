@@ -175,8 +175,21 @@ def test_trajectory_of_an_all_zero_token_has_no_onset():
     assert not any("onset" in text for text in texts_inside(figure))
 
 
-def test_trajectory_refuses_other_layers_and_rows_that_are_not_there():
-    with pytest.raises(IGLensError, match="layers"):
-        figures.trajectory(made(), 0, made(k=5))
+@pytest.mark.parametrize("token", [-1, 21, "0", 1.0, True, None])
+def test_trajectory_refuses_a_row_that_is_not_there(token):
     with pytest.raises(IGLensError, match="0 … 20"):
-        figures.trajectory(made(), 21)
+        figures.trajectory(made(), token)
+    assert plt.get_fignums() == []
+
+
+def test_results_that_do_not_belong_on_one_axis_are_refused():
+    with pytest.raises(IGLensError, match="layers and positions"):
+        figures.trajectory(made(), 0, made(k=5))
+    with pytest.raises(IGLensError, match="layers and positions"):
+        figures.trajectory(made(), 0, made(ODD[:3]))
+    for draw in (figures.credit_map, lambda *results: figures.trajectory(results[0], 0, results[1])):
+        with pytest.raises(IGLensError, match="one scalar"):
+            draw(made(), made(scalar="log_prob"))
+    with pytest.raises(IGLensError, match="2 titles, got 1"):
+        figures.credit_map(made(), made(), titles=("a",))
+    assert plt.get_fignums() == []

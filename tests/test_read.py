@@ -226,6 +226,7 @@ def test_left_padding_changes_nothing(name):
     got = residual_stream(model, padded, mask)[:, 5:]
     assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     assert torch.equal(residual_stream(model, padded[None], mask[None])[:, 5:], got)
+    assert torch.equal(residual_stream(model, padded, mask.bool())[:, 5:], got)
     unmasked = residual_stream(model, padded)[:, 5:]
     assert (unmasked - expected).abs().max() > 0.05 * expected.abs().max()
 
@@ -275,6 +276,16 @@ def test_a_token_reads_as_inside_a_sentence_or_by_its_id():
     texts = {264: " cat", 263: "cat", 0: "<s>", 1: "</s>", len(PLAIN): f"id {len(PLAIN)}", -1: "id -1"}
     assert {i: token_text(PLAIN, i) for i in texts} == texts
     assert token_text(tiny.tokenizer(bos=True), 264) == " cat"
+
+
+def test_a_space_that_the_tokenizer_drops_at_the_start_of_a_text_is_kept_on_its_token():
+    tokenizer = tiny.spaced()
+    ids = tokenizer.encode("cat cat本", add_special_tokens=False)
+    pieces = [tokenizer.convert_ids_to_tokens(i) for i in ids]
+    assert pieces == ["\u2581cat", "\u2581cat", "<0xE6>", "<0x9C>", "<0xAC>"]
+    assert tokenizer.decode(ids[:1]) == "cat"
+    assert [token_text(tokenizer, i) for i in ids] == [" cat", " cat", "<0xE6>", "<0x9C>", "<0xAC>"]
+    assert token_text(tokenizer, tokenizer.convert_tokens_to_ids("cat")) == "cat"
 
 
 def test_token_id_respects_the_space_and_adds_no_bos():

@@ -247,6 +247,33 @@ class Sidestepped(hf.LlamaForCausalLM):
         return output
 
 
+class Swelling(hf.LlamaForCausalLM):
+    """What the head is given grows with the states, by one factor for all of them."""
+
+    def forward(self, *args, **kwargs):
+        handle = self.lm_head.register_forward_pre_hook(lambda _, args: args[0] * args[0].std())
+        output = super().forward(*args, **kwargs)
+        handle.remove()
+        return output
+
+
+class Neighbours(torch.nn.Module):
+    """A final norm that looks at the position before."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, states):
+        return self.norm(states + 0.5 * states.roll(1, dims=1))
+
+
+def _mixing():
+    model = tiny.build("llama")
+    model.model.norm = Neighbours(model.model.norm)
+    return model
+
+
 def _tampered(kind):
     llama = tiny.shared("llama")
     model = kind(llama.config).eval()
@@ -262,6 +289,8 @@ REFUSED = {
     "one logit raised": (lambda: _tampered(Nudged), "Nudged", "logits"),
     "logits masked": (lambda: _tampered(Masked), "Masked", "logits"),
     "logits bent": (lambda: _tampered(Bent), "Bent", "neither a scale nor a soft cap"),
+    "a scale that depends on the states": (lambda: _tampered(Swelling), "Swelling", "misses the model's own logits"),
+    "a tail that mixes positions": (_mixing, "LlamaForCausalLM", "logits"),
     "a second way to the logits": (lambda: _tampered(Sidestepped), "Sidestepped", "logits"),
 }
 
@@ -376,7 +405,7 @@ def test_an_error_midway_leaves_the_model_as_found(mixed, where, call):
         "generation": lambda: read(mixed, tiny.tokenizer(), "the cat"),
         "forced": lambda: read(mixed, tiny.tokenizer(), "the cat", answer=" sat"),
     }
-    with pytest.raises(RuntimeError, match="midway"):
+    with pytest.raises((RuntimeError, UnsupportedModelError), match="midway"):
         calls[call]()
     assert _found(mixed) == before
     handle.remove()

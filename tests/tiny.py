@@ -232,6 +232,30 @@ def tokenizer(bos: bool = False, chat: bool = False, eos: bool = False) -> hf.Pr
 
 
 @cache
+def spaced() -> hf.PreTrainedTokenizerFast:
+    """SentencePiece's kind: a space belongs to the piece, the first one is dropped, unknown characters become bytes."""
+    pieces = [
+        "<unk>",
+        BOS,
+        EOS,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"acst",
+        "at",
+        "cat",
+        "\u2581cat",
+    ]
+    merges = [("a", "t"), ("c", "at"), ("\u2581", "cat")]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.add_special_tokens([AddedToken(piece, special=True) for piece in (BOS, EOS)])
+    return hf.PreTrainedTokenizerFast(tokenizer_object=made, bos_token=BOS, eos_token=EOS)
+
+
+@cache
 def speaker() -> nn.Module:
     """A tiny Llama whose head has a row for every entry of the tokenizer."""
     return build("llama", vocab_size=WORDS, bos_token_id=0, eos_token_id=1, pad_token_id=2)

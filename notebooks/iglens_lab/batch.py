@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 from IPython import get_ipython
@@ -22,10 +23,14 @@ def explain_many(model, tokenizer, prompts, *, stop: bool = False, **options) ->
     A failure is warned of with the prompt's index and does not stop the others unless stop is True. options: those of
     iglens_core.explain, the same for all prompts.
     """
-    if isinstance(prompts, str):
-        raise IGLensError(f"prompts: expected a list of prompts, got one string {prompts[:60]!r}; use explain()")
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        raise IGLensError(f"prompts: expected a list of prompts, got {str(prompts)[:60]!r}; for one use explain()")
     readout = Readout(model)
     reading = {name: options.pop(name) for name in READ if name in options}
+    return _each(model, tokenizer, readout, prompts, stop, reading, options)
+
+
+def _each(model, tokenizer, readout, prompts, stop, reading, options) -> Iterator[Attribution | None]:
     for i, prompt in enumerate(tqdm(prompts, desc="prompts")):
         try:
             result = attribute(readout, read(model, tokenizer, prompt, **reading), **options)
@@ -41,7 +46,7 @@ def _literal(value):
     """What a string stands for: papermill hands "[0,5]" over as text; other values as they are."""
     try:
         return ast.literal_eval(value.strip()) if isinstance(value, str) else value
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return value
 
 
@@ -85,7 +90,7 @@ def _injected() -> set[str]:
     """The names that papermill's own cell assigned in the running notebook."""
     shell = get_ipython()
     cells = shell.user_ns.get("In", []) if shell else []
-    trees = [ast.parse(cell) for cell in cells if cell.startswith("# Parameters\n")]
+    trees = [ast.parse(cell) for cell in cells if re.match(r"# Parameters\n(?![\s\S]*^[%!])", cell, re.MULTILINE)]
     targets = [
         target for tree in trees for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
     ]
@@ -102,4 +107,6 @@ def parameters(**given) -> SimpleNamespace:
         close = difflib.get_close_matches(name, given, 1)
         hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(given))}"
         raise IGLensError(f"this notebook has no parameter {name!r}; {hint}")
+    if unknown := set(given) - set(READERS):
+        raise IGLensError(f"parameters(): expected some of {', '.join(READERS)}, got {', '.join(sorted(unknown))}")
     return SimpleNamespace(**{name: READERS[name](name, value) for name, value in given.items()})

@@ -19,10 +19,15 @@ class TokenLayers(widgets.VBox):
     """
 
     def __init__(self, readout: Readout, trace: Trace, token: int = 0, **options):
+        if not isinstance(trace, Trace) or not isinstance(token, int) or not 0 <= token < len(trace.tokens):
+            raise IGLensError(f"TokenLayers: expected a Trace and a row of it, got {type(trace).__name__}, {token!r}")
+        if unknown := {"targets", "layers"} & set(options):
+            raise IGLensError(f"TokenLayers: {', '.join(sorted(unknown))} cannot be given; the controls choose them")
         self._readout, self._trace, self._options = readout, trace, options
         named = zip(trace.positions.tolist(), trace.tokens, strict=True)
         choices = [(f"{position} → {figures.visible(text)}", t) for t, (position, text) in enumerate(named)]
-        lowest = 1 if options.get("baseline", "embedding") == "embedding" else 0
+        baseline = options.get("baseline", "embedding")
+        lowest = 1 if isinstance(baseline, str) and baseline == "embedding" else 0
         wide = widgets.Layout(width="420px")
         self.token = widgets.Dropdown(options=choices, value=token, description="token", layout=wide)
         self.layers = widgets.IntRangeSlider(
@@ -54,6 +59,7 @@ class TokenLayers(widgets.VBox):
                 self.picture.value = file.getvalue()
             plt.close(figure)
         except IGLensError as error:  # shown, not swallowed
+            self.picture.value = b""  # not the picture of another selection
             self.says.value = f"cannot be drawn: {error}"
             return
         onset, gain = int(result.onset()[0]), float(result.delta[0])

@@ -10,6 +10,7 @@ import functools
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from matplotlib import font_manager
 from matplotlib.figure import Figure
 
@@ -79,6 +80,13 @@ def _figure(results: list[Attribution], columns: list[int]) -> tuple[Figure, lis
     return figure, list(axes[0])
 
 
+def _alike(*results: Attribution) -> list[Attribution]:
+    for result in results:
+        if not isinstance(result, Attribution) or result.scalar != results[0].scalar:
+            raise IGLensError("expected Attributions of one scalar: others do not share an axis")
+    return list(results)
+
+
 def _limit(results: list[Attribution]) -> float:
     return max(float(result.credits.abs().max()) for result in results) or 1.0
 
@@ -99,7 +107,9 @@ def _levels(ax, result: Attribution) -> None:
 
 def credit_map(result: Attribution, *more: Attribution, titles: tuple[str, ...] = ()) -> Figure:
     """Token × layer map of signed credits; several results stand side by side on one scale."""
-    results = [result, *more]
+    results = _alike(result, *more)
+    if titles and len(titles) != len(results):
+        raise IGLensError(f"credit_map: expected {len(results)} titles, got {len(titles)}")
     figure, axes = _figure(results, [len(one.layers) for one in results])
     for i, (ax, one) in enumerate(zip(axes, results, strict=True)):
         _credits(ax, one, _limit(results))
@@ -132,9 +142,11 @@ def trajectory(result: Attribution, token: int, *more: Attribution) -> Figure:
 
     token: the row of the result, 0 … T − 1. All results need the same layers.
     """
-    results = [result, *more]
-    if any(one.layers != result.layers for one in more) or not 0 <= token < len(result.tokens):
-        raise IGLensError(f"trajectory: expected one set of layers and a token of 0 … {len(result.tokens) - 1}")
+    results = _alike(result, *more)
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < len(result.tokens):
+        raise IGLensError(f"trajectory: expected a token of 0 … {len(result.tokens) - 1}, got {token!r}")
+    if any(one.layers != result.layers or not torch.equal(one.positions, result.positions) for one in more):
+        raise IGLensError("trajectory: expected results at the same layers and positions")
     k, onsets = len(result.layers), [int(one.onset()[token]) for one in results]
     figure, ax = plt.subplots(figsize=(max(5.0, 2 + 0.27 * min(k, 60)), 3.6), layout="constrained")
     for i, (one, onset) in enumerate(zip(results, onsets, strict=True)):

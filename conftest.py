@@ -3,16 +3,18 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["MPLBACKEND"] = "Agg"
 
+import matplotlib
 import pytest
+
+matplotlib.use("Agg")  # not by MPLBACKEND: the notebooks' kernels would inherit it
 
 
 def _rank(item) -> int:
     """0 for fast tests, 1 for those that load the default model, 2 for notebooks."""
     if item.path.suffix == ".ipynb" or "notebook" in item.path.name:
         return 2
-    return int("smol" in getattr(item, "fixturenames", ()))
+    return int("smol" in getattr(item, "fixturenames", ()) or item.path.name == "test_models.py")
 
 
 @pytest.hookimpl(trylast=True)
@@ -22,6 +24,14 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+
+
+def pytest_collection_finish(session):
+    """Notebooks find the default model in its place: a first fetch would show in their outputs."""
+    if any(_rank(item) == 2 for item in session.items) and not session.config.option.collectonly:
+        from iglens_lab.models import load_model
+
+        load_model()
 
 
 @pytest.fixture(autouse=True)
