@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 import tiny
 
-from iglens_core import Readout, attribute, read
+from iglens_core import IGLensError, Readout, attribute, read
 from iglens_lab import figures
 from iglens_lab.explorer import TokenLayers
 
@@ -57,6 +57,17 @@ def test_an_error_is_shown_in_the_widget(read_once):
     _, readout, trace = read_once
     widget = TokenLayers(readout, trace, baseline="nothing like it")
     assert "cannot be drawn" in widget.says.value and "nothing like it" in widget.says.value
+    assert bytes(widget.picture.value) == b""
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"token": 9}, "a row of it, got Trace, 9"), ({"layers": 3}, "layers cannot be given"), ({"token": "x"}, "'x'")],
+)
+def test_bad_input_is_refused_before_anything_is_shown(read_once, given, words):
+    _, readout, trace = read_once
+    with pytest.raises(IGLensError, match=words):
+        TokenLayers(readout, trace, **given)
 
 
 def test_its_text_form_does_not_change_from_run_to_run(read_once):
