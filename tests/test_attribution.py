@@ -198,7 +198,7 @@ def test_an_answer_of_which_nothing_was_compared_is_not_compared(result):
         ({"target_ids": torch.tensor([7, 7, 7, 7])}, "the answer's own tokens as targets"),
         ({"positions": torch.tensor([1, 2, 4, 5])}, "contiguous positions"),
         ({"positions": torch.tensor([4, 3, 2, 1])}, "contiguous positions"),
-        ({"estimator": "midpoint"}, "expected the observed estimator and 'prob', got midpoint"),
+        ({"estimator": "midpoint"}, "expected 'observed' and 'prob' or 'log_prob', got midpoint"),
         ({"scalar": "entropy"}, "got observed, entropy"),
     ],
 )
