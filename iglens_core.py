@@ -336,7 +336,7 @@ class Readout:
         """Over the whole vocabulary, the readout of states [R, d] gives the model's own logits [R, V]."""
         allowed = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
         allowed = allowed.get(self.model.dtype, 8e-3)
-        gap, size = 0.0, own.double().abs().max().clamp(min=1e-30)
+        gap, size = 0.0, max(float(own.max()), -float(own.min()), 1e-30)
         for i in range(0, len(states), 8):
             j = torch.arange(min(i + 8, len(states)) - 1, i - 1, -1)  # turned round: no row may depend on others
             with torch.no_grad():

@@ -479,6 +479,16 @@ def test_property_credits_sum_to_delta(targets, layers, baseline, rows):
     result.check(1e-6)
 
 
+@settings(max_examples=30, deadline=None)
+@given(targets=_TARGETS, order=st.permutations(range(7)), rows=st.integers(1, 40))
+def test_property_order_of_the_tokens_permutes_the_rows(targets, order, rows):
+    states, targets = residual_path(trace())[0], torch.tensor(targets)
+    plain = path_credits(readout(), states, targets)
+    permuted = path_credits(readout(), states[:, order], targets[order], memory_mb=budget(rows))
+    assert close(permuted[0], plain[0][order])
+    assert close(permuted[1], plain[1][order])
+
+
 @settings(max_examples=60, deadline=None)
 @given(targets=_TARGETS, coarse=_LAYERS, more=_LAYERS, seed=st.integers(0, 99), scale=st.floats(0, 50))
 def test_property_coarse_credits_are_sums_of_fine_ones(targets, coarse, more, seed, scale):

@@ -5,6 +5,8 @@ import math
 import pytest
 import tiny
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import floats, integers
 
 from iglens_core import IGLensError, Readout, attribute, explain, path_credits, read, token_id
 
@@ -47,16 +49,26 @@ def test_credits_sum_to_the_change_of_every_scalar(spoken, scalar, baseline):
     assert result.faithfulness_error < 1e-4
 
 
+@pytest.fixture(scope="module")
+def biased():
+    """A readout whose head has a bias, to be moved by a constant."""
+    return Readout(tiny.build("phi").double())
+
+
 @pytest.mark.parametrize("scalar", SCALARS, ids=str)
-def test_a_constant_added_to_all_logits_changes_nothing_but_the_logit(scalar):
-    plain, shifted = tiny.build("phi"), tiny.build("phi")
-    with torch.no_grad():
-        shifted.lm_head.bias.add_(7.0)
+@given(constant=floats(-30, 30).filter(lambda c: abs(c) > 0.1), seed=integers(0, 2**16))
+@settings(max_examples=10, deadline=None)
+def test_a_constant_added_to_all_logits_changes_nothing_but_the_logit(biased, scalar, constant, seed):
     scalar = scalar if isinstance(scalar, str) else (scalar[0], 5, 9)
-    states = torch.randn(4, 3, tiny.D, generator=torch.Generator().manual_seed(0))
-    one, two = (path_credits(Readout(model), states, [1, 2, 3], scalar=scalar) for model in (plain, shifted))
-    torch.testing.assert_close(one[0], two[0], atol=2e-5, rtol=0)
-    assert torch.allclose(one[1], two[1], atol=2e-5) == (scalar != "logit")
+    states = torch.randn(4, 3, tiny.D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    head = biased.model.lm_head
+    before = path_credits(biased, states, [1, 2, 3], scalar=scalar)
+    with torch.no_grad():
+        head.bias.add_(constant)
+        after = path_credits(biased, states, [1, 2, 3], scalar=scalar)
+        head.bias.sub_(constant)
+    torch.testing.assert_close(before[0], after[0], atol=1e-10, rtol=0)
+    assert torch.allclose(before[1], after[1], atol=1e-10) == (scalar != "logit")
 
 
 @pytest.mark.parametrize("kind", ["prob", "logit"])

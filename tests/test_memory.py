@@ -1,0 +1,70 @@
+"""The peak of a long text, measured in a process of its own: it must not grow with tokens × vocabulary."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's /proc"
+)
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+import iglens_core as ig
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024  # MB
+
+def peak(call):
+    "MB above what is resident before the call."
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    result = call()
+    return status("VmHWM") - before, result
+
+torch.set_num_threads(1)
+"""
+TINY = """
+sys.path.insert(0, TESTS)
+import tiny
+model = tiny.build("llama", vocab_size=200_000, max_position_embeddings=4096)
+tokenizer, length = tiny.tokenizer(), 2048
+"""
+DEFAULT = """
+from iglens_lab.models import load_model
+model, tokenizer = load_model()
+length = 2048
+"""
+EXPLAIN = """
+ids = [(7 * i) % 200 + 3 for i in range(length - 1)]
+readout = ig.Readout(model)
+def whole(ids, **options):
+    trace = ig.read(model, tokenizer, ids, answer=[5], scope="all")
+    return trace.stream.nbytes / 2**20, ig.attribute(readout, trace, **options).check()
+whole(ids[:64])  # what is loaded on first use is no part of the peak
+extra, (stream, result) = peak(lambda: whole(ids, memory_mb=BUDGET))
+assert len(result.tokens) == length - 1 and result.model_level.isnan().sum() == length - 1 - 64
+print(round(extra - stream))
+"""
+
+
+def extra_mb(model: str, budget: int) -> int:
+    tests = repr(str(Path(__file__).parent))
+    code = MEASURE + (model + EXPLAIN).replace("TESTS", tests).replace("BUDGET", str(budget))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize(("budget", "peak"), [(256, 256), (32, 128)])
+def test_every_token_of_a_long_text_stays_within_the_budget(budget, peak):
+    # all logits at once would be 1,600 MB, at every layer 6,500 MB; the 64 compared rows alone are 50 MB
+    assert extra_mb(TINY, budget) <= peak
+
+
+@pytest.mark.slow
+def test_the_default_model_on_2048_tokens_stays_within_256_mb():
+    assert extra_mb(DEFAULT, 256) <= 256
