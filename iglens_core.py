@@ -36,7 +36,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -620,8 +620,9 @@ def token_text(tokenizer, token: int) -> str:
     text = text[len(start) :] if text.startswith(start) else tokenizer.decode([token])
     if "\ufffd" not in text and text:
         return text
-    if all(character in BYTES for character in piece):
-        return "".join(f"<0x{BYTES[character]:02X}>" for character in piece)
+    if all(character in BYTES for character in piece):  # part of a character
+        text = bytes(BYTES[character] for character in piece).decode("utf-8", "surrogateescape")
+        return re.sub("[\udc80-\udcff]", lambda part: f"<0x{ord(part[0]) - 0xDC00:02X}>", text)
     return f"id {token}"
 
 
@@ -1119,7 +1120,7 @@ class Attribution:
         labels = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
         copies = {name: getattr(self, name).clone(memory_format=torch.contiguous_format) for name in _TENSORS}
         try:
-            save_file(copies, part, {"iglens": json.dumps(labels)})
+            part.write_bytes(save(copies, {"iglens": json.dumps(labels)}))
             os.replace(part, path)
         except (OSError, SafetensorError) as error:
             raise IGLensError(f"save: cannot write {path}: {_line(error)}; choose another place") from error

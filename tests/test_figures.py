@@ -74,11 +74,12 @@ def test_visible_marks_white_space_and_keeps_the_rest():
 
 def test_visible_writes_the_code_of_what_no_font_can_draw():
     assert figures.visible("\u200b\x07") == "⟨U+200B⟩⟨U+0007⟩"
-    assert figures.visible("\U0010fffd") == "⟨U+10FFFD⟩"
+    assert figures.drawable("\U0010fffd") == "⟨U+10FFFD⟩"
+    assert figures.visible("日本🙂") == "日本🙂"  # outside figures the reader's own fonts draw it
 
 
 def test_visible_shortens_and_says_so():
-    assert len(figures.visible("a" * 80)) == figures.LONGEST and figures.visible("a" * 80).endswith("…")
+    assert len(figures.drawable("a" * 80)) == figures.LONGEST and figures.drawable("a" * 80).endswith("…")
 
 
 @pytest.mark.parametrize("form", ["png", "svg", "pdf"])
@@ -155,7 +156,7 @@ def test_probability_levels_always_run_from_0_to_1():
 @pytest.mark.parametrize("token", range(len(ODD)))
 def test_trajectory_draws_any_token(token):
     figure = figures.trajectory(made(), token)
-    assert any(figures.visible(ODD[token]) in text for text in texts_inside(figure))
+    assert any(figures.drawable(ODD[token]) in text for text in texts_inside(figure))
 
 
 def test_trajectory_draws_levels_credits_and_onset_of_each_target():

@@ -26,7 +26,7 @@ def imported(path: Path) -> set[str]:
 
 def test_the_core_needs_no_plotting_no_widgets_and_nothing_of_ours():
     top = {name.partition(".")[0] for name in imported(ROOT / "iglens_core.py")}
-    assert top - set(sys.stdlib_module_names) <= {"torch", "transformers", "safetensors", "pandas"}
+    assert top - set(sys.stdlib_module_names) <= {"torch", "transformers", "safetensors", "numpy", "pandas"}
     code = "import sys, iglens_core; print({'pandas', 'matplotlib', 'ipywidgets', 'iglens_lab'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -33,21 +33,26 @@ def _fonts() -> tuple[list[str], list]:
 
 
 def visible(token: str) -> str:
-    """The token with white space marked; characters that no installed font can draw stand as their code, U+65E5."""
+    """The token with white space marked; characters that cannot be seen stand as their code, ⟨U+200B⟩."""
+    return "".join(
+        MARKS.get(character) or (character if character.isprintable() else _code(character)) for character in token
+    )
 
-    def shown(character: str) -> str:
-        if character in MARKS:
-            return MARKS[character]
-        drawable = character.isprintable() and any(font.get_char_index(ord(character)) for font in _fonts()[1])
-        return character if drawable else f"⟨U+{ord(character):04X}⟩"
 
-    text = "".join(map(shown, token))
+def _code(character: str) -> str:
+    return f"⟨U+{ord(character):04X}⟩"
+
+
+def drawable(token: str) -> str:
+    """The visible token as a figure's label: shortened, and with the code of what no installed font can draw."""
+    known = (any(font.get_char_index(ord(character)) for font in _fonts()[1]) for character in visible(token))
+    text = "".join(c if drawn else _code(c) for c, drawn in zip(visible(token), known, strict=True))
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def token_labels(result: Attribution) -> list[str]:
     """One label a token, distinct even where tokens repeat: the position that predicts it, and its visible text."""
-    return [f"{p} → {visible(token)}" for p, token in zip(result.positions.tolist(), result.tokens, strict=True)]
+    return [f"{p} → {drawable(token)}" for p, token in zip(result.positions.tolist(), result.tokens, strict=True)]
 
 
 def _write(labels) -> None:
@@ -68,13 +73,13 @@ def _map(ax, values, columns: list[str], rows: list[str], name: str, **colours) 
     ax.set_xlabel("layer")
     ax.set_ylabel("predicting position → token" + (f" (every {down}th is labelled)" if down > 1 else ""))
     ax.tick_params(length=0)
-    ax.figure.colorbar(mesh, ax=ax, label=name, fraction=0.04, pad=0.02, aspect=30)
+    ax.figure.colorbar(mesh, ax=ax, label=name, fraction=0.08, pad=0.02, aspect=25)
 
 
 def _figure(results: list[Attribution], columns: list[int]) -> tuple[Figure, list]:
     longest = max(len(label) for result in results for label in token_labels(result))
     count = max(len(result.tokens) for result in results)
-    width = sum(1.4 + 0.08 * longest + 0.19 * min(max(k, 8), 48) for k in columns)
+    width = sum(1.4 + 0.08 * longest + 0.19 * min(max(k, 14), 48) for k in columns)
     height = 1.4 + 0.25 * min(max(count, 6), ROWS)
     figure, axes = plt.subplots(1, len(columns), figsize=(width, height), layout="constrained", squeeze=False)
     return figure, list(axes[0])
@@ -151,7 +156,7 @@ def trajectory(result: Attribution, token: int, *more: Attribution) -> Figure:
     figure, ax = plt.subplots(figsize=(max(5.0, 2 + 0.27 * min(k, 60)), 3.6), layout="constrained")
     for i, (one, onset) in enumerate(zip(results, onsets, strict=True)):
         colour, width = COLOURS[i % len(COLOURS)], 0.8 / len(results)
-        label = f"“{visible(one.tokens[token])}”"
+        label = f"“{drawable(one.tokens[token])}”"
         where = np.arange(1, k + 1) + (i - (len(results) - 1) / 2) * width
         ax.bar(where, one.credits[token].numpy(), width, color=colour, alpha=0.45, label=f"credits of {label}")
         ax.plot(range(k + 1), one.levels[token].numpy(), "o-", ms=3, lw=1.4, color=colour, label=f"level of {label}")

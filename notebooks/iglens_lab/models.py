@@ -143,7 +143,7 @@ def _other(name: str, folder: bool, dtype: torch.dtype, revision: str | None):
             f"name: cannot load the {part} of {what}: {_line(error)}.\n"
             "Expected a causal language model with a tokenizer, in safetensors (no pickles, no code from the hub). "
             "If it is gated or private, accept the licence on the model's page, then run `hf auth login`; without a "
-            f"network, give a local folder with safetensors. The way out: {DEFAULT}."
+            f"network, give a local folder with safetensors. The way out: {DEFAULT}; in a notebook, leave `model` None."
         ) from None  # the libraries' own stack would bury the message
 
 
