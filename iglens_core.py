@@ -94,8 +94,15 @@ def _blocks(model) -> nn.ModuleList:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     _require(head is not None, f"{_name(model)} has no head; load it with AutoModelForCausalLM", UnsupportedModelError)
     n = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    _require(n, f"{_name(model)}: its config gives no number of blocks (num_hidden_layers)", UnsupportedModelError)
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == n}
     outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    if len(outer) > 1:  # a vision tower may be as deep as the language model, but it does not run on text
+        ran = []
+        handles = [lists[name][0].register_forward_pre_hook(lambda *_, name=name: ran.append(name)) for name in outer]
+        with _hooked(handles), _evaluating(model), torch.no_grad(), suppress(Exception):
+            model(input_ids=torch.tensor([[1, 1]], device=_device(model)))
+        outer = sorted(set(ran))
     message = f"{_name(model)}: expected one list of {n} blocks in the model, found {outer or 'none'}"
     _require(len(outer) == 1, message, UnsupportedModelError)
     blocks = lists[outer[0]]
@@ -109,7 +116,8 @@ def _evaluating(model: nn.Module):
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        yield
+        with torch.compiler.set_stance("force_eager"):  # hooks must run, also in a compiled model
+            yield
     finally:
         for module, mode in modes:
             module.training = mode
@@ -176,6 +184,7 @@ def _run(model, ids: Tensor, at: Tensor | None = None, overwrite: Tensor | None 
         _require(_shape(states)[:2] == [1, len(ids)] and states.ndim == 3, message, UnsupportedModelError)
         if stream is None:
             stream = states.new_empty((len(blocks) + 1, *states.shape[1:]))
+        stream = stream.to(torch.promote_types(stream.dtype, states.dtype))  # some keep a wider stream than embedding
         stream[layer] = states[0]  # copied at once: a later block may write into its input
         seen.append(layer)
 
@@ -186,7 +195,7 @@ def _run(model, ids: Tensor, at: Tensor | None = None, overwrite: Tensor | None 
         def hook(module, args, output):
             store(layer, _first(output))
             if layer == len(blocks) and overwrite is not None:
-                rows = overwrite[None].to(stream)
+                rows = overwrite[None].to(_first(output))
                 return (rows, *output[1:]) if isinstance(output, (tuple, list)) else rows
 
         return hook
@@ -194,6 +203,8 @@ def _run(model, ids: Tensor, at: Tensor | None = None, overwrite: Tensor | None 
     kwargs, accepted = {}, inspect.signature(model.forward).parameters
     if "use_cache" in accepted:
         kwargs["use_cache"] = False
+    if "return_dict" in accepted:
+        kwargs["return_dict"] = True
     if at is not None and "logits_to_keep" in accepted:
         kwargs["logits_to_keep"] = at.to(ids.device)
     handles = [blocks[0].register_forward_pre_hook(before_first, with_kwargs=True)]
@@ -248,6 +259,12 @@ def _finite(stream: Tensor, model) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _context(model) -> float:
+    """Positions the model can take; some configs say −1 or nothing where there is no limit."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 0 else math.inf
+
+
 class Readout:
     """The model's own way from a residual state to a probability: final norm, head, and what it does to its logits.
 
@@ -260,8 +277,8 @@ class Readout:
         blocks = _blocks(model)
         self.model, self.n = model, len(blocks)
         rows = getattr(model.get_input_embeddings(), "num_embeddings", 2)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 8
-        probe = torch.tensor([(7 + 13 * i * max(1, rows // 97)) % rows for i in range(min(8, context))])
+        probe = [(7 + 13 * i * max(1, rows // 97)) % rows for i in range(min(8, _context(model)))]
+        probe = torch.tensor(probe)
         calls, end = [], model.get_output_embeddings()
         inside = {m for m in blocks.modules()}
         watched = [m for m in model.modules() if m not in inside and blocks not in set(m.modules())]
@@ -279,13 +296,14 @@ class Readout:
         self._tail = self._follow(stream[-1][None], calls, end)
         lost = f"{_name(model)}: could not follow the states from block {self.n} to the head; nothing is read from it"
         _require(self._tail is not None, lost, UnsupportedModelError)
-        first = self._tail[0][1]
-        self._dtype = next(given.dtype for module, given, _ in calls if module is first)  # of the states it takes
         self._slope, self._cap = self._shape_of_logits(probe)
-        self._check(probe, stream, logits)
+        try:
+            self._check(probe, stream, logits)
+        except RuntimeError as error:
+            raise UnsupportedModelError(f"{_name(model)}: its norm and head fail alone: {_line(error)}") from error
 
     def _follow(self, states: Tensor, calls: list, end: nn.Module) -> list | None:
-        """The modules from `states` to the head, each with the factor on its input: [(factor, module), …] or None."""
+        """The modules from `states` to the head: [(module, factor on its input, dtype of its input), …] or None."""
         for i, (module, given, output) in enumerate(calls):
             factor = _factor(given, states)
             parts = set(module.modules())
@@ -294,7 +312,7 @@ class Readout:
                 continue
             rest = [] if end in parts else self._follow(output, calls[i + 1 :], end)
             if rest is not None:
-                return [(factor, module), *rest]
+                return [(module, factor, given.dtype), *rest]
         return None
 
     def _shape_of_logits(self, probe: Tensor) -> tuple[float, float | None]:
@@ -302,7 +320,7 @@ class Readout:
         m, top = self.V // 2, 1e4 if self.model.dtype in (torch.float32, torch.float64) else 1e3
         wide = torch.linspace(-1, 1, self.V - m, dtype=torch.float64) ** 3 * top
         known = torch.cat([torch.linspace(-1e-2, 1e-2, m, dtype=torch.float64), wide]).to(self.model.dtype)
-        end = self._tail[-1][1]
+        end = self._tail[-1][0]
         with _hooked([end.register_forward_hook(lambda _, args, output: known.to(output).expand_as(output).clone())]):
             _, logits = _run(self.model, probe)
         z, y = known.double(), logits[0].double().cpu()
@@ -349,12 +367,12 @@ class Readout:
         """h [R, d] -> [1, R, ·], the input of the tail's last module."""
         fits = len(_shape(h)) == 2 and _shape(h)[1] == self.d and h.is_floating_point()
         _require(fits, f"h: expected floats [R, {self.d}], got {_shape(h)} {getattr(h, 'dtype', '')}")
-        x = h[None].to(_device(self.model), self._dtype)
-        for factor, module in self._tail[:-1]:
+        x = h[None].to(_device(self.model))
+        for module, factor, dtype in self._tail[:-1]:
             with _evaluating(module):
-                x = _first(module(x if factor == 1 else x * factor))
-        factor = self._tail[-1][0]
-        return x if factor == 1 else x * factor
+                x = _first(module((x if factor == 1 else x * factor).to(dtype)))
+        _, factor, dtype = self._tail[-1]
+        return (x if factor == 1 else x * factor).to(dtype)
 
     def _after_head(self, x: Tensor) -> Tensor:
         x = x if self._slope == 1 else x * self._slope
@@ -363,13 +381,13 @@ class Readout:
 
     def logits(self, h: Tensor) -> Tensor:
         """h [R, d] -> [R, V], after soft cap and scale, as the model would; float32 (float64 for a float64 model)."""
-        x, head = self._before_head(h), self._tail[-1][1]
+        x, head = self._before_head(h), self._tail[-1][0]
         with _evaluating(head):
             return self._after_head(_first(head(x))[0])
 
     def _sliced(self) -> bool:
         """Whether the head is a plain, resident Linear; any other is called as the module it is."""
-        head = self._tail[-1][1]
+        head = self._tail[-1][0]
         hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
         return type(head) is nn.Linear and not hooks and not head.weight.is_meta
 
@@ -382,7 +400,7 @@ class Readout:
         """
         if not self._sliced():
             return _summary([self.logits(h)], ids, mean)
-        head, x = self._tail[-1][1], self._before_head(h)[0]
+        head, x = self._tail[-1][0], self._before_head(h)[0]
         bias = [None] * self.V if head.bias is None else head.bias.split(SLICE)
         slices = zip(head.weight.split(SLICE), bias, strict=False)
         return _summary((self._after_head(nn.functional.linear(x, *part)) for part in slices), ids, mean)
@@ -741,11 +759,11 @@ def read(model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", ma
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     ids, text = _prompt(tokenizer, prompt, chat, rows)
     forced = None if answer is None else _forced(tokenizer, answer, ids, text, rows)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = _context(model)
     length = len(ids) + (max_new_tokens if forced is None else len(forced))
     what = f"max_new_tokens={max_new_tokens}" if forced is None else f"an answer of {len(forced)}"
     message = f"prompt: {len(ids)} tokens and {what} make {length}; this model's context is {context}: shorten them"
-    _require(not context or length <= context, message)
+    _require(length <= context, message)
     made = _greedy(model, tokenizer, ids, max_new_tokens) if forced is None else forced
     full = torch.tensor(ids + made)
     first = len(ids) - 1 if scope == "answer" else 0

@@ -7,6 +7,7 @@ until the logits spread, so that a soft cap shows.
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 V, D, N = 96, 32, 3  # vocabulary, width, blocks
 IDS = torch.tensor([5, 17, 3, 88, 42, 17, 9, 60])
 SPREAD = 3.5  # standard deviation that the logits get
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # what configs call a cap of the logits
 
 _LLAMA = {
     "vocab_size": V, "hidden_size": D, "intermediate_size": 64, "num_hidden_layers": N, "num_attention_heads": 4,
@@ -89,27 +91,42 @@ def build(name: str, seed: int = 0, perturb: bool = True, **options) -> nn.Modul
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(config_class(**(given | options)), attn_implementation="eager")
     model = model.float().eval()
-    with torch.no_grad():
-        for parameter in dict.fromkeys(model.parameters()):
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.25)
-            elif perturb:
-                parameter.add_(torch.randn_like(parameter) * 0.5)
-        widen(model)
+    randomise(model, perturb)
+    widen(model)
     return model
 
 
+@torch.no_grad()
+def randomise(model: nn.Module, perturb: bool = True) -> None:
+    """Weights large enough that every block counts; norm weights and biases away from where they start."""
+    for parameter in dict.fromkeys(model.parameters()):
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.25)
+        elif perturb:
+            parameter.add_(torch.randn_like(parameter) * 0.5)
+
+
+@torch.no_grad()
 def widen(model: nn.Module) -> None:
     """Scale the head in place (and the embeddings with it, where they are tied) until the logits spread."""
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    with torch.no_grad():
-        for _ in range(30):
-            logits = model(IDS[None]).logits
-            spread = float((logits if cap is None else cap * torch.atanh(logits.double() / cap)).std())
-            if spread >= SPREAD:
-                return
-            model.get_output_embeddings().weight.mul_(min(4.0, 1.1 * SPREAD / spread))
+    head = model.get_output_embeddings()
+    for _ in range(30):
+        spread = logit_spread(model)
+        if spread >= SPREAD:
+            return
+        head.weight.mul_(min(4.0, 1.1 * SPREAD / spread))
     raise AssertionError(f"the logits of {type(model).__name__} spread by {spread:.2f} only")
+
+
+@torch.no_grad()
+def logit_spread(model: nn.Module) -> float:
+    """Standard deviation of the logits, of those before the soft cap where there is one."""
+    raw = []
+    handle = model.get_output_embeddings().register_forward_hook(lambda module, args, output: raw.append(output))
+    logits = model(input_ids=IDS[None]).logits
+    handle.remove()
+    text = model.config.get_text_config()
+    return float((raw[-1] if any(getattr(text, cap, None) for cap in CAPS) else logits).std())
 
 
 @cache
@@ -128,8 +145,13 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> nn.ModuleList:
+    """The blocks: where the table says, else the list of as many modules that holds the most parameters."""
     kinds = {config_class: path for config_class, _, path, _ in FAMILIES.values()}
-    return model.get_submodule(kinds[type(model.config)])
+    if type(model.config) in kinds:
+        return model.get_submodule(kinds[type(model.config)])
+    n = model.config.get_text_config().num_hidden_layers
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == n]
+    return max(lists, key=lambda module: sum(parameter.numel() for parameter in module.parameters()))
 
 
 def final_norm(model: nn.Module) -> nn.Module:
@@ -146,28 +168,30 @@ def stream(model: nn.Module, ids: Tensor, **kwargs) -> Tensor:
     kept, layers = {}, blocks(model)
 
     def entry(module, args, kwargs):
-        kept[0] = (args[0] if args else kwargs["hidden_states"]).clone()
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        kept[0] = given.get("hidden_states", next(iter(given.values()))).clone()
 
     handles = [layers[0].register_forward_pre_hook(entry, with_kwargs=True)]
     for layer, block in enumerate(layers, 1):
         keep = lambda module, args, output, layer=layer: kept.update({layer: _states(output).clone()})  # noqa: E731
         handles.append(block.register_forward_hook(keep))
     with torch.no_grad():
-        model(ids[None], **kwargs)
+        model(input_ids=ids[None], **kwargs)
     for handle in handles:
         handle.remove()
     return torch.cat([kept[layer] for layer in range(len(layers) + 1)])
 
 
-def oracle(model: nn.Module, states: Tensor) -> Tensor:
-    """[S, V] logits of the model when the last block gives `states` [S, d]."""
+def oracle(model: nn.Module, states: Tensor, ids: Tensor | None = None) -> Tensor:
+    """[S, V] logits of the model when the last block gives `states` [S, d], whatever the ids."""
+    ids = torch.ones(len(states), dtype=torch.long) if ids is None else ids
 
     def swap(module, args, output):
         return states[None] if isinstance(output, Tensor) else (states[None], *output[1:])
 
     handle = blocks(model)[-1].register_forward_hook(swap)
     with torch.no_grad():
-        logits = model(torch.ones(1, len(states), dtype=torch.long)).logits[0]
+        logits = model(input_ids=ids[None]).logits[0]
     handle.remove()
     return logits
 
