@@ -36,7 +36,9 @@ def test_every_layer_agrees_with_the_model_or_it_is_refused_with_a_reason(name):
         assert finding.blocks >= 2
     else:
         assert finding.reason.startswith(finding.kind)
-        assert re.search(r"expected|gives no number|could not follow|fails on \d+ ids: \S|changes earlier|misses", finding.reason)
+        assert re.search(
+            r"expected|gives no number|could not follow|fails on \d+ ids: \S|changes earlier|misses", finding.reason
+        )
         assert "\n" not in finding.reason and len(finding.reason) < 300
 
 
