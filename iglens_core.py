@@ -51,7 +51,7 @@ COMPARED = 64  # positions at which the model's own logits are kept, so that mem
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # in probability
 TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 3e-2}  # in logarithms
 ROUGH = 1e-2  # completeness error of a gradient estimator that is worth a warning
-SLICE = 1024  # rows of the head in one product, see Readout._read
+SLICE = 512  # rows of the head in one product, see Readout._read
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # the alphabet of byte-level tokenizers
 
 
@@ -394,9 +394,10 @@ class Readout:
     def _read(self, h: Tensor, ids: Tensor, mean: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """h [R, d], ids [R, q] -> the logits of the ids [R, q], logsumexp [R], mean logit under the softmax [R].
 
-        A plain head is applied in slices of the vocabulary: with many rows and few columns a product reads the weights
-        once and its logits are reduced while they are still in the processor's cache. Chunks of rows over the whole
-        vocabulary would read the weights anew for each chunk and send every logit through main memory.
+        A plain head is applied in slices of the vocabulary, to all rows at once: so a product reads the weights once,
+        and its logits are reduced while they are still in the processor's cache. Chunks of rows over the whole
+        vocabulary would read the weights anew for each chunk and send every logit through main memory. On two cores,
+        1,984 rows, d 576, V 49,152: slices of 512 took 0.66 s, of 4,096 0.94 s, chunks of 432 whole rows 1.09 s.
         """
         if not self._sliced():
             return _summary([self.logits(h)], ids, mean)
