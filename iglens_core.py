@@ -525,9 +525,7 @@ def path_credits(
     _require(fits, f"states: expected floats [k + 1, T, {readout.d}] with k of at least 1, got {_shape(states)}")
     _require(torch.isfinite(states).all(), "states: expected finite values, got NaN or infinity")
     points, count = states.shape[:2]
-    ids = _targets(targets, count, readout.V)[:, None]
-    if not isinstance(scalar, str):
-        ids = torch.tensor([scalar[1:]]).expand(count, 2)
+    ids = _wanted(_targets(targets, count, readout.V), scalar)
     size = _chunk(readout, memory_mb)
     rows, wanted = states.transpose(0, 1).flatten(0, 1), ids.repeat_interleave(points, 0)  # [T·(k+1), ·]
     with torch.no_grad():
@@ -582,6 +580,11 @@ def _scalar(scalar, rows: int, tokenizer=None):
     expected = f"one of {', '.join(known)}, ('prob', A, B) or ('logit', A, B)"
     _require(pair, f"scalar: expected {expected}, got {scalar!r}")
     return (scalar[0], *_ids([_id(one, tokenizer) for one in scalar[1:]], rows, "scalar").tolist())
+
+
+def _wanted(targets: Tensor, scalar) -> Tensor:
+    """The ids [T, q] whose logits the scalar takes: the targets, or the two of a contrast."""
+    return targets[:, None] if isinstance(scalar, str) else torch.tensor([scalar[1:]]).expand(len(targets), 2)
 
 
 def _id(target, tokenizer):
@@ -927,11 +930,9 @@ def attribute(
         )
         credits.append(part[0])
         levels.append(part[1])
-        for point in (0, -1):  # apart: in a call of their own
-            ends.append(
-                path_credits(readout, states[[point, point]], wanted, scalar=scalar, memory_mb=memory_mb)[1][:, 0]
-            )
-    ends = torch.cat(ends[0::2]).cpu(), torch.cat(ends[1::2]).cpu()
+        with torch.no_grad():  # apart: in calls of their own
+            ends.append(torch.stack([readout._value(states[j], _wanted(wanted, scalar), scalar) for j in (0, -1)]))
+    ends = torch.cat(ends, 1).cpu()  # [2, T]
     credits, levels = torch.cat(credits).cpu(), torch.cat(levels).cpu()
     model_level = _model_level(trace, target_ids, scalar).to(levels.dtype)
     known = ~model_level.isnan()
@@ -971,13 +972,12 @@ def _texts(trace: Trace, ids: Tensor) -> tuple[str, ...]:
 
 def _model_level(trace: Trace, targets: Tensor, scalar) -> Tensor:
     """The scalar from the model's own logits [T], in float64, NaN where those were not kept."""
-    level = torch.full((len(targets),), math.nan, dtype=torch.float64)
+    level, ids = torch.full((len(targets),), math.nan, dtype=torch.float64), _wanted(targets, scalar)
     kept = {} if trace.logits is None else {p: row for row, p in enumerate(trace.logit_positions.tolist())}
     for t, position in enumerate(trace.positions.tolist()):
         if position in kept:
-            ids = targets[t].view(1, 1) if isinstance(scalar, str) else torch.tensor([scalar[1:]])
             row = trace.logits[kept[position]][None].double().cpu()
-            level[t] = _scalar_of(*_summary([row], ids, scalar == "entropy"), scalar)[0]
+            level[t] = _scalar_of(*_summary([row], ids[[t]], scalar == "entropy"), scalar)[0]
     return level
 
 
