@@ -526,15 +526,21 @@ def path_credits(
     _require(torch.isfinite(states).all(), "states: expected finite values, got NaN or infinity")
     points, count = states.shape[:2]
     ids = _wanted(_targets(targets, count, readout.V), scalar)
-    size = _chunk(readout, memory_mb)
     rows, wanted = states.transpose(0, 1).flatten(0, 1), ids.repeat_interleave(points, 0)  # [T·(k+1), ·]
-    with torch.no_grad():
-        parts = zip(rows.split(size), wanted.split(size), strict=True)
-        levels = torch.cat([readout._value(*part, scalar) for part in parts]).view(count, points)
+    levels = _values(readout, rows, wanted, scalar, memory_mb).view(count, points)
     if estimator == "observed":
         return levels.diff(dim=1), levels
     size = max(1, _chunk(readout, memory_mb, readout.V) // 2)  # the logits, their gradient and what autograd keeps
     return _integrals(readout, states, ids, estimator, steps, scalar, size).to(levels), levels
+
+
+def _values(readout: Readout, rows: Tensor, ids: Tensor, scalar, memory_mb) -> Tensor:
+    """rows [R, d], ids [R, q] -> the scalar [R], in chunks that keep to the budget."""
+    size = _chunk(readout, memory_mb)
+    with torch.no_grad():
+        return torch.cat(
+            [readout._value(*part, scalar) for part in zip(rows.split(size), ids.split(size), strict=True)]
+        )
 
 
 def _integrals(readout: Readout, states: Tensor, ids: Tensor, estimator, steps: int, scalar, size: int) -> Tensor:
@@ -930,8 +936,8 @@ def attribute(
         )
         credits.append(part[0])
         levels.append(part[1])
-        with torch.no_grad():  # apart: in calls of their own
-            ends.append(torch.stack([readout._value(states[j], _wanted(wanted, scalar), scalar) for j in (0, -1)]))
+        ids = _wanted(wanted, scalar)  # the ends apart, in calls of their own
+        ends.append(torch.stack([_values(readout, states[j], ids, scalar, memory_mb) for j in (0, -1)]))
     ends = torch.cat(ends, 1).cpu()  # [2, T]
     credits, levels = torch.cat(credits).cpu(), torch.cat(levels).cpu()
     model_level = _model_level(trace, target_ids, scalar).to(levels.dtype)
