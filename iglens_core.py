@@ -147,6 +147,8 @@ def _first_tensor(args, kwargs) -> Tensor | None:
 
 def _ids(input_ids, rows: int | None = None, what: str = "input_ids", kind: str = "ids of this model") -> Tensor:
     """[S] long on the CPU, from [S] or [1, S]; every id within the given number of rows."""
+    flags = isinstance(input_ids, (list, tuple)) and any(isinstance(one, bool) for one in input_ids)
+    _require(not flags, f"{what}: expected integers, got torch.bool")
     try:
         ids = torch.as_tensor(input_ids).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -237,7 +239,10 @@ def residual_stream(model, input_ids, attention_mask=None) -> Tensor:
     """
     ids = _ids(input_ids)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
-    mask = _ids(mask.long() if getattr(mask, "dtype", None) == torch.bool else mask, 2, "attention_mask", "0 or 1")
+    with suppress(TypeError, ValueError, RuntimeError):  # what is no tensor is refused by _ids
+        mask = torch.as_tensor(mask)
+        mask = mask.long() if mask.dtype == torch.bool else mask
+    mask = _ids(mask, 2, "attention_mask", "0 or 1")
     real = mask.nonzero()[:, 0]
     whole = mask.shape == ids.shape and len(real) > 0 and int(real[-1] - real[0]) == len(real) - 1
     _require(whole, f"attention_mask: expected {len(ids)} values, its 1s in one run, got {mask.tolist()[:20]}")
@@ -354,12 +359,18 @@ class Readout:
         """Over the whole vocabulary, the readout of states [R, d] gives the model's own logits [R, V]."""
         allowed = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 2e-3}
         allowed = allowed.get(self.model.dtype, 8e-3)
-        gap, size = 0.0, max(float(own.max()), -float(own.min()), 1e-30)
+        fits = own.ndim == 2 and own.shape[1] == self.V
+        _require(fits, f"logits: expected [C, {self.V}], got {_shape(own)}; read the trace with the same model", error)
+        # off by how much of the logits that matter: one huge masked logit must not make all others look small
+        size = max(float(row.abs()[row >= row.max() - 50].max()) for row in own)
+        gap = 0.0
         for i in range(0, len(states), 8):
             j = torch.arange(min(i + 8, len(states)) - 1, i - 1, -1)  # turned round: no row may depend on others
+            part = own[j.to(own.device)].double()
             with torch.no_grad():
-                off = (self.logits(states[j.to(states.device)]).to(own.device).double() - own[j.to(own.device)]).abs()
-            gap = max(gap, float(off.max() / size)) if torch.isfinite(off).all() else math.nan
+                off = (self.logits(states[j.to(states.device)]).to(own.device).double() - part).abs()
+            off /= part.abs_().clamp_(min=max(size, 1e-30))
+            gap = max(gap, float(off.max())) if torch.isfinite(off).all() else math.nan
             message = f"{_name(self.model)}: the readout misses the model's own logits by {gap:.1e} of their size"
             _require(gap <= allowed, f"{message} (allowed {allowed:.0e}); expected the same, unchanged model", error)
 
@@ -391,8 +402,8 @@ class Readout:
         hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
         return type(head) is nn.Linear and not hooks and not head.weight.is_meta
 
-    def _read(self, h: Tensor, ids: Tensor, mean: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """h [R, d], ids [R, q] -> the logits of the ids [R, q], logsumexp [R], mean logit under the softmax [R].
+    def _read(self, h: Tensor, ids: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+        """h [R, d], ids [R, q] -> the logits of the ids [R, q], logsumexp [R], entropy [R].
 
         A plain head is applied in slices of the vocabulary, to all rows at once: so a product reads the weights once,
         and its logits are reduced while they are still in the processor's cache. Chunks of rows over the whole
@@ -400,11 +411,11 @@ class Readout:
         1,984 rows, d 576, V 49,152: slices of 512 took 0.66 s, of 4,096 0.94 s, chunks of 432 whole rows 1.09 s.
         """
         if not self._sliced():
-            return _summary([self.logits(h)], ids, mean)
+            return _summary([self.logits(h)], ids, entropy)
         head, x = self._tail[-1][0], self._before_head(h)[0]
         bias = [None] * self.V if head.bias is None else head.bias.split(SLICE)
         slices = zip(head.weight.split(SLICE), bias, strict=False)
-        return _summary((self._after_head(nn.functional.linear(x, *part)) for part in slices), ids, mean)
+        return _summary((self._after_head(nn.functional.linear(x, *part)) for part in slices), ids, entropy)
 
     def _value(self, h: Tensor, ids: Tensor, scalar) -> Tensor:
         """h [R, d], ids [R, q] -> the scalar [R]."""
@@ -438,26 +449,28 @@ def _factor(given: Tensor, states: Tensor) -> float | None:
     return c if c != 0 and bool(close) else None
 
 
-def _summary(slices, ids: Tensor, mean: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits in slices of the vocabulary, each [R, ·] -> those of the ids [R, q], logsumexp [R], mean logit [R]."""
-    start, picked, sums, means = 0, None, [], []
+def _summary(slices, ids: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits in slices of the vocabulary, each [R, ·] -> those of the ids [R, q], logsumexp [R], entropy [R]."""
+    start, picked, sums, parts = 0, None, [], []
     for logits in slices:
         inside = (ids >= start) & (ids < start + logits.shape[1])
         found = logits.gather(1, (ids - start).clamp(0, logits.shape[1] - 1))
         picked = found if picked is None else torch.where(inside, found, picked)
         # logit − logsumexp: torch's float32 softmax loses two digits at large vocabularies
         sums.append(logits.logsumexp(-1))
-        if mean:
-            means.append(((logits - sums[-1][:, None]).exp() * logits).sum(-1))
+        if entropy:  # of log-probabilities within the slice: a mean of raw logits would cancel against logsumexp
+            log_p = (logits - sums[-1][:, None]).clamp(min=-1e4)
+            parts.append((log_p.exp() * log_p).sum(-1))
         start += logits.shape[1]
     total = torch.stack(sums).logsumexp(0)
-    return picked, total, ((torch.stack(sums) - total).exp() * torch.stack(means)).sum(0) if mean else None
+    log_w = torch.stack(sums) - total
+    return picked, total, -(log_w.exp() * (torch.stack(parts) + log_w)).sum(0) if entropy else None
 
 
-def _scalar_of(picked: Tensor, total: Tensor, mean: Tensor | None, scalar) -> Tensor:
-    """The scalar [R] from the logits of its ids [R, q], their logsumexp [R] and the mean logit [R]."""
+def _scalar_of(picked: Tensor, total: Tensor, entropy: Tensor | None, scalar) -> Tensor:
+    """The scalar [R] from the logits of its ids [R, q], logsumexp [R] and entropy [R]."""
     if scalar == "entropy":
-        return total - mean
+        return entropy
     if scalar == "logit":
         return picked[:, 0]
     log_prob = picked - total[:, None]
@@ -475,7 +488,8 @@ def _whole(value, what: str, low: float = -math.inf, high: float = math.inf) -> 
             number = operator.index(value)
     fits = number is not None and low <= number <= high
     bounds = "" if low == -math.inf else f", at least {low}" if high == math.inf else f", {low} … {high}"
-    _require(fits, f"{what}: expected an integer{bounds}, got {value!r}")
+    shown = repr(value) if number is None or abs(number) < 10**18 else "a number of many digits"
+    _require(fits, f"{what}: expected an integer{bounds}, got {shown}")
     return number
 
 
@@ -524,23 +538,21 @@ def path_credits(
     fits = fits and states.shape[2] == readout.d and states.is_floating_point() and not states.is_meta
     _require(fits, f"states: expected floats [k + 1, T, {readout.d}] with k of at least 1, got {_shape(states)}")
     _require(torch.isfinite(states).all(), "states: expected finite values, got NaN or infinity")
-    points, count = states.shape[:2]
-    ids = _wanted(_targets(targets, count, readout.V), scalar)
-    rows, wanted = states.transpose(0, 1).flatten(0, 1), ids.repeat_interleave(points, 0)  # [T·(k+1), ·]
-    levels = _values(readout, rows, wanted, scalar, memory_mb).view(count, points)
+    states, ids = states.detach(), _wanted(_targets(targets, states.shape[1], readout.V), scalar)
+    levels = _levels(readout, states, ids, scalar, memory_mb)
     if estimator == "observed":
         return levels.diff(dim=1), levels
     size = max(1, _chunk(readout, memory_mb, readout.V) // 2)  # the logits, their gradient and what autograd keeps
     return _integrals(readout, states, ids, estimator, steps, scalar, size).to(levels), levels
 
 
-def _values(readout: Readout, rows: Tensor, ids: Tensor, scalar, memory_mb) -> Tensor:
-    """rows [R, d], ids [R, q] -> the scalar [R], in chunks that keep to the budget."""
-    size = _chunk(readout, memory_mb)
+def _levels(readout: Readout, states: Tensor, ids: Tensor, scalar, memory_mb) -> Tensor:
+    """states [k + 1, T, d], ids [T, q] -> the scalar [T, k + 1], rows gathered in chunks that keep to the budget."""
+    points, count = states.shape[:2]
+    parts = torch.arange(count * points).split(_chunk(readout, memory_mb))
     with torch.no_grad():
-        return torch.cat(
-            [readout._value(*part, scalar) for part in zip(rows.split(size), ids.split(size), strict=True)]
-        )
+        levels = [readout._value(states[i % points, i // points], ids[i // points], scalar) for i in parts]
+    return torch.cat(levels).view(count, points)
 
 
 def _integrals(readout: Readout, states: Tensor, ids: Tensor, estimator, steps: int, scalar, size: int) -> Tensor:
@@ -553,28 +565,30 @@ def _integrals(readout: Readout, states: Tensor, ids: Tensor, estimator, steps: 
 
         nodes, weights = (torch.from_numpy(values) for values in leggauss(steps))
         nodes, weights = (nodes + 1) / 2, weights / 2
-    begin, change = (part.transpose(0, 1).flatten(0, 1) for part in (states[:-1], states.diff(dim=0)))  # [T·k, d]
-    wanted = ids.repeat_interleave(len(states) - 1, 0)
-    total = torch.zeros(len(begin), dtype=torch.float64)
-    for some in torch.arange(len(begin) * steps).split(size):
-        segment, at = (some // steps).to(begin.device), nodes[some % steps].to(begin)[:, None]
+    count, k = states.shape[1], len(states) - 1
+    total = torch.zeros(count * k, dtype=torch.float64)
+    wide = torch.promote_types(states.dtype, torch.float32)  # the points of a half-precision model lie too close
+    for start in range(0, len(total) * steps, size):
+        some = torch.arange(start, min(start + size, len(total) * steps))
+        segment, node = some // steps, some % steps
+        begin, end = (states[segment % k + j, segment // k].to(wide) for j in (0, 1))
         with torch.inference_mode(False), torch.enable_grad():
-            x = (begin[segment] + at * change[segment]).clone().requires_grad_()
+            x = (begin + nodes[node].to(begin)[:, None] * (end - begin)).clone().requires_grad_()
             try:
-                slope = torch.autograd.grad(readout._value(x, wanted[some // steps], scalar).sum(), x)[0]
+                slope = torch.autograd.grad(readout._value(x, ids[segment // k], scalar).sum(), x)[0]
             except RuntimeError as error:  # quantised or offloaded weights
                 message = f"estimator {estimator!r}: no gradient goes through {_name(readout.model)}'s head"
                 raise IGLensError(f"{message} ({_line(error)}); use 'observed', which needs none") from error
-        part = (slope.double() * change[segment].double()).sum(-1).cpu() * weights[some % steps]
-        total.index_add_(0, some // steps, part)
-    return total.view(ids.shape[0], -1)
+        part = (slope.double() * (end - begin).double()).sum(-1).cpu() * weights[node]
+        total.index_add_(0, segment, part)
+    return total.view(count, k)
 
 
 def _options(estimator, steps) -> None:
     known = ("observed", "midpoint", "gauss-legendre")
     fits = isinstance(estimator, str) and estimator in known
     _require(fits, f"estimator: expected one of {', '.join(known)}, got {estimator!r}")
-    _whole(steps, "steps", 1, 1000 if estimator == "gauss-legendre" else math.inf)
+    _whole(steps, "steps", 1, 1000 if estimator == "gauss-legendre" else 100_000)
 
 
 def _scalar(scalar, rows: int, tokenizer=None):
@@ -582,10 +596,10 @@ def _scalar(scalar, rows: int, tokenizer=None):
     known = ("prob", "log_prob", "logit", "entropy")
     if isinstance(scalar, str) and scalar in known:
         return scalar
-    pair = isinstance(scalar, (tuple, list)) and len(scalar) == 3 and scalar[0] in ("prob", "logit")
+    pair = isinstance(scalar, (tuple, list)) and len(scalar) == 3 and str(scalar[0]) in ("prob", "logit")
     expected = f"one of {', '.join(known)}, ('prob', A, B) or ('logit', A, B)"
     _require(pair, f"scalar: expected {expected}, got {scalar!r}")
-    return (scalar[0], *_ids([_id(one, tokenizer) for one in scalar[1:]], rows, "scalar").tolist())
+    return (str(scalar[0]), *_ids([_id(one, tokenizer) for one in scalar[1:]], rows, "scalar").tolist())
 
 
 def _wanted(targets: Tensor, scalar) -> Tensor:
@@ -599,9 +613,9 @@ def _id(target, tokenizer):
 
 
 def _chunk(readout: Readout, memory_mb, width: int | None = None) -> int:
-    """Rows of one readout call: the logits and two temporaries of their size stay within the budget."""
+    """Rows of one readout call: its logits, its states and what norm and logsumexp make of them fit the budget."""
     width = width or (min(SLICE, readout.V) if readout._sliced() else readout.V)
-    row = 3 * width * (8 if readout.model.dtype == torch.float64 else 4) / 2**20
+    row = (4 * width + 6 * readout.d) * (8 if readout.model.dtype == torch.float64 else 4) / 2**20
     _number(memory_mb, "memory_mb", lambda mb: mb >= row, f"a number of at least {row:.2f} (one row of logits)")
     return int(min(memory_mb, 2**20) // row)
 
@@ -832,7 +846,8 @@ def _base(trace: Trace, some: slice, lowest: int, baseline) -> Tensor:
     if not isinstance(baseline, str):
         with suppress(TypeError, ValueError, RuntimeError):  # what is no plain tensor of floats is refused below
             given = torch.as_tensor(baseline).detach()
-            vector = given.cpu().double() if given.is_floating_point() else vector
+            dense = given.is_floating_point() and given.layout == torch.strided
+            vector = given.cpu().double() if dense else vector
     fits = vector.shape in ((d,), (total, d))
     expected = f"'embedding', 'mean', 'zero' or floats of shape [{d}] or [{total}, {d}]"
     got = f"{baseline.dtype} {_shape(baseline)}" if isinstance(baseline, Tensor) else repr(baseline)[:80]
@@ -861,18 +876,23 @@ def _translated(translators, states: Tensor, layers: tuple[int, ...]) -> Tensor:
 def _trace(trace: Trace) -> None:
     """A Trace may be made by hand: its parts must fit each other."""
     _require(isinstance(trace, Trace), f"trace: expected a Trace, got {type(trace).__name__}")
-    shape, count = _shape(trace.stream), len(_ids(trace.positions, what="trace.positions"))
-    floats = len(shape) == 3 and trace.stream.is_floating_point()
-    _require(floats, f"trace.stream: expected floats [n + 1, S, d], got {shape}")
-    _ids(trace.positions, shape[1], "trace.positions", "positions")
+    shape, lists = _shape(trace.stream), ["positions"] + ["logit_positions"] * (trace.logits is not None)
+    plain = len(shape) == 3 and trace.stream.is_floating_point() and trace.stream.device.type != "meta"
+    _require(plain and shape[0] > 1, f"trace.stream: expected floats [n + 1, S, d], got {shape}")
+    for name in lists:
+        value = getattr(trace, name)
+        long = len(_shape(value)) == 1 and getattr(value, "dtype", None) == torch.long
+        _require(long, f"trace.{name}: expected a tensor of integers (torch.long) of one axis, got {_shape(value)}")
+        _ids(value, shape[1], f"trace.{name}", "positions")
+    count = len(trace.positions)
     parts = {"token_ids": [count], "attention_mask": [shape[1]]}
     if trace.logits is not None:
-        kept = len(_ids(trace.logit_positions, shape[1], "trace.logit_positions", "positions"))
-        parts |= {"logit_positions": [kept], "logits": [kept, *_shape(trace.logits)[1:2]]}
+        parts |= {"logits": [len(trace.logit_positions), *_shape(trace.logits)[1:2]]}
     for name, expected in parts.items():
         got = _shape(getattr(trace, name))
         _require(got == expected, f"trace.{name}: expected a tensor {expected}, got {got}")
-    _require(len(trace.tokens) == count, f"trace.tokens: expected {count} texts, got {len(trace.tokens)}")
+    texts = isinstance(trace.tokens, (tuple, list)) and len(trace.tokens) == count
+    _require(texts, f"trace.tokens: expected {count} texts, got {trace.tokens!r}")
 
 
 def residual_path(
@@ -936,9 +956,8 @@ def attribute(
         )
         credits.append(part[0])
         levels.append(part[1])
-        ids = _wanted(wanted, scalar)  # the ends apart, in calls of their own
-        ends.append(torch.stack([_values(readout, states[j], ids, scalar, memory_mb) for j in (0, -1)]))
-    ends = torch.cat(ends, 1).cpu()  # [2, T]
+        ends.append(_levels(readout, states[[0, -1]], _wanted(wanted, scalar), scalar, memory_mb))  # apart
+    ends = torch.cat(ends).cpu()  # [T, 2]
     credits, levels = torch.cat(credits).cpu(), torch.cat(levels).cpu()
     model_level = _model_level(trace, target_ids, scalar).to(levels.dtype)
     known = ~model_level.isnan()
@@ -946,7 +965,7 @@ def attribute(
     result = Attribution(
         credits=credits,
         levels=levels,
-        delta=torch.where(known, model_level, ends[1]) - ends[0],
+        delta=torch.where(known, model_level, ends[:, 1]) - ends[:, 0],
         model_level=model_level,
         layers=chosen,
         positions=trace.positions,

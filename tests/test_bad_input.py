@@ -74,6 +74,15 @@ def attributes(**options):
     return lambda: attribute(readout(), trace(), **options)
 
 
+def hand(**parts):
+    """A trace changed by hand."""
+    return lambda: attribute(readout(), dataclasses.replace(trace(), **parts))
+
+
+def trace_positions():
+    return trace().positions
+
+
 def paths(**options):
     return lambda: residual_path(trace(), **options)
 
@@ -361,6 +370,31 @@ CASES = {
         lambda: attribute(tiny.speaker(), trace()),
         ["expected a Readout", "got LlamaForCausalLM"],
     ),
+    "trace with positions in a list": (
+        hand(positions=[3, 4, 5, 6]),
+        ["trace.positions: expected a tensor of integers"],
+    ),
+    "trace with positions of two axes": (
+        hand(positions=trace_positions()[None]),
+        ["trace.positions: expected", "one axis"],
+    ),
+    "trace with bytes as positions": (hand(positions=trace_positions().byte()), ["trace.positions: expected"]),
+    "trace with positions past its end": (
+        hand(positions=trace_positions() + 50),
+        ["trace.positions: expected positions"],
+    ),
+    "trace with negative positions": (hand(positions=trace_positions() - 9), ["trace.positions: expected positions"]),
+    "trace with the logits of a smaller head": (hand(logits=torch.zeros(4, 100)), [f"logits: expected [C, {WORDS}]"]),
+    "trace with logits of one axis": (hand(logits=torch.zeros(4)), ["logits: expected"]),
+    "trace with logits of fewer positions": (hand(logits=torch.zeros(2, WORDS)), ["trace.logits: expected"]),
+    "trace of one layer": (hand(stream=torch.zeros(1, 6, D)), ["trace.stream: expected floats"]),
+    "trace on meta": (hand(stream=torch.zeros(4, 6, D, device="meta")), ["trace.stream: expected floats"]),
+    "trace without texts": (hand(tokens=None), ["trace.tokens: expected 4 texts, got None"]),
+    "scalar a bool among ids": (attributes(scalar=("prob", True, 7)), ["scalar: expected integers"]),
+    "targets a bool among ids": (attributes(targets=[True, 5, 6, 7]), ["targets: expected integers"]),
+    "steps without end": (attributes(estimator="midpoint", steps=10**30), ["steps: expected an integer, 1 … 100000"]),
+    "steps of many digits": (attributes(steps=10**5000), ["steps: expected an integer", "many digits"]),
+    "baseline sparse of one axis": (attributes(baseline=torch.zeros(D).to_sparse()), BASELINE),
     "trace None": (lambda: attribute(readout(), None), ["a Trace", "NoneType"]),
     "trace whose states are NaN": (
         lambda: attribute(readout(), dataclasses.replace(trace(), stream=trace().stream * NAN, logits=None)),

@@ -143,8 +143,8 @@ def rows_of_the_head(call) -> list[int]:
 
 
 def budget(rows: int) -> float:
-    """MB in which so many rows of logits and two copies fit, and half a row more."""
-    return 3 * 4 * V * (rows + 0.5) / 2**20
+    """MB in which so many rows of logits and states and their copies fit, and half a row more."""
+    return 4 * (4 * V + 6 * D) * (rows + 0.5) / 2**20
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(1, [1] * 15), (7, [7, 7, 1]), (14, [14, 1]), (15, [15]), (4096, [15])])

@@ -89,9 +89,28 @@ def test_the_callers_grad_mode_changes_nothing(estimator, mode):
     assert all(parameter.grad is None for parameter in readout.model.parameters())
 
 
+def test_states_that_require_a_gradient_leave_no_graph_behind():
+    readout, trace, states, targets = made()
+    credits, levels = path_credits(readout, states.clone().requires_grad_(), targets, estimator="midpoint", steps=4)
+    assert not credits.requires_grad and not levels.requires_grad
+    lens = torch.nn.Linear(tiny.D, tiny.D, bias=False)
+    torch.nn.init.eye_(lens.weight)
+    result = attribute(readout, trace, estimator="midpoint", steps=64, translators=lambda states, layers: lens(states))
+    assert len(result.to_frame()) == result.credits.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_points_of_a_half_precision_model_are_not_rounded_together(dtype):
+    readout = Readout(tiny.build("llama").to(dtype))
+    states = torch.randn(3, 2, tiny.D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact, _ = path_credits(readout, states, [1, 2], scalar="log_prob")
+    credits, _ = path_credits(readout, states, [1, 2], scalar="log_prob", estimator="midpoint", steps=64)
+    torch.testing.assert_close(credits, exact, atol=0.15, rtol=0)
+
+
 def test_the_memory_budget_changes_nothing():
     readout, _, states, targets = made()
-    small = path_credits(readout, states, targets, estimator="midpoint", steps=7, memory_mb=0.01)
+    small = path_credits(readout, states, targets, estimator="midpoint", steps=7, memory_mb=0.02)
     large = path_credits(readout, states, targets, estimator="midpoint", steps=7)
     torch.testing.assert_close(small[0], large[0], atol=1e-6, rtol=0)
 

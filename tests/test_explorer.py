@@ -3,6 +3,7 @@
 import matplotlib.pyplot as plt
 import pytest
 import tiny
+import torch
 
 from iglens_core import IGLensError, Readout, attribute, read
 from iglens_lab import figures
@@ -29,7 +30,7 @@ def test_what_it_says_is_the_attribution(read_once):
     widget = TokenLayers(readout, trace)
     widget.token.value, widget.layers.value = 1, (2, 2)
     result = attribute(readout, trace, layers=[2])
-    assert f"Δp {float(result.delta[1]):.4f}, onset at layer {int(result.onset()[1])}" in widget.says.value
+    assert f"change of p: {float(result.delta[1]):.4f}, onset at layer {int(result.onset()[1])}" in widget.says.value
     assert f"layers 2 … 2, and {readout.n}" in widget.says.value
 
 
@@ -74,3 +75,11 @@ def test_its_text_form_does_not_change_from_run_to_run(read_once):
     _, readout, trace = read_once
     assert repr(TokenLayers(readout, trace)) == repr(TokenLayers(readout, trace))
     assert "object at" not in repr(TokenLayers(readout, trace))
+
+
+def test_a_baseline_for_each_token_and_other_scalars_are_drawn(read_once):
+    _, readout, trace = read_once
+    baseline = torch.randn(len(trace.tokens), readout.d)
+    widget = TokenLayers(readout, trace, token=1, baseline=baseline, scalar="log_prob")
+    result = attribute(readout, trace, baseline=baseline, scalar="log_prob")
+    assert f"change of log p (nats): {float(result.delta[1]):.4f}" in widget.says.value

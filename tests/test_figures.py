@@ -194,3 +194,16 @@ def test_results_that_do_not_belong_on_one_axis_are_refused():
     with pytest.raises(IGLensError, match="2 titles, got 1"):
         figures.credit_map(made(), made(), titles=("a",))
     assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize(
+    ("scalar", "name"),
+    [("prob", "p"), ("log_prob", "log p (nats)"), ("entropy", "entropy (nats)"), (("prob", 5, 7), "p(id 5) − p(id 7)"),
+     (("logit", 5, 7), "logit(id 5) − logit(id 7)")],
+)  # fmt: skip
+def test_every_scalar_is_named_on_its_axes(scalar, name):
+    result = made(scalar=scalar)
+    assert f"credit: change of {name}" in texts_inside(figures.credit_map(result))
+    assert f"level: {name}" in texts_inside(figures.level_map(result))
+    assert name in texts_inside(figures.trajectory(result, 0))
+    assert len(texts_inside(figures.maps(result))) > 20

@@ -281,6 +281,15 @@ def _tampered(kind):
     return model
 
 
+def _mixing_behind_a_mask():
+    """The same, with padded rows of the head masked: their size must not hide what is wrong with the others."""
+    model = tiny.build("phi")
+    model.model.final_layernorm = Neighbours(model.model.final_layernorm)
+    with torch.no_grad():
+        model.lm_head.bias[-3:] = -1e9
+    return model
+
+
 REFUSED = {
     "several residual streams": (_gemma3n, "Gemma3nForCausalLM", "one stream"),
     "encoder": (_bert, "BertLMHeadModel", "later token changes earlier states"),
@@ -291,6 +300,7 @@ REFUSED = {
     "logits bent": (lambda: _tampered(Bent), "Bent", "neither a scale nor a soft cap"),
     "a scale that depends on the states": (lambda: _tampered(Swelling), "Swelling", "misses the model's own logits"),
     "a tail that mixes positions": (_mixing, "LlamaForCausalLM", "logits"),
+    "a tail that mixes positions behind a mask": (_mixing_behind_a_mask, "PhiForCausalLM", "misses"),
     "a second way to the logits": (lambda: _tampered(Sidestepped), "Sidestepped", "logits"),
 }
 

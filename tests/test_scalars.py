@@ -71,6 +71,30 @@ def test_a_constant_added_to_all_logits_changes_nothing_but_the_logit(biased, sc
     assert torch.allclose(before[1], after[1], atol=1e-10) == (scalar != "logit")
 
 
+@pytest.mark.parametrize("shift", [0.0, -60.0, -100.0])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_entropy_keeps_its_digits_in_float32(shift, scale):
+    model = tiny.build("phi")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+        model.lm_head.bias.add_(shift)
+    readout, states = Readout(model), torch.randn(4, 3, tiny.D, generator=torch.Generator().manual_seed(0))
+    _, levels = path_credits(readout, states, [1, 2, 3], scalar="entropy")
+    logits = readout.logits(states.transpose(0, 1).flatten(0, 1))
+    expected = reference(logits, None, "entropy").view(3, 4)
+    torch.testing.assert_close(levels.double(), expected, atol=5e-5, rtol=0)
+    assert (levels >= 0).all()
+
+
+def test_entropy_of_ordinary_text_passes_the_check(smol):
+    model, tokenizer, readout = smol
+    text = "def f(x):\n    return x\n\n\ndef g(x):\n    return"
+    trace = read(model, tokenizer, text, answer="\n", scope="all")
+    result = attribute(readout, trace, scalar="entropy").check()
+    assert (result.levels >= 0).all()
+    assert float(result.levels.max()) <= math.log(readout.V) + 1e-4
+
+
 @pytest.mark.parametrize("kind", ["prob", "logit"])
 def test_a_contrast_is_the_difference_of_its_two_targets(spoken, kind):
     both = attribute(*spoken, scalar=(kind, A, B))

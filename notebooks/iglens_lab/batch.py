@@ -26,6 +26,8 @@ def explain_many(model, tokenizer, prompts, *, stop: bool = False, **options) ->
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
         raise IGLensError(f"prompts: expected a list of prompts, got {str(prompts)[:60]!r}; for one use explain()")
     readout = Readout(model)
+    if isinstance(options.get("layers"), Iterator):  # the first prompt would use it up
+        options["layers"] = list(options["layers"])
     reading = {name: options.pop(name) for name in READ if name in options}
     return _each(model, tokenizer, readout, prompts, stop, reading, options)
 

@@ -49,9 +49,12 @@ class TokenLayers(widgets.VBox):
         t, (low, high) = self.token.value, self.layers.value
         trace = self._trace
         only = {name: getattr(trace, name)[t : t + 1] for name in ("positions", "token_ids", "tokens")}
+        options = dict(self._options)
+        if getattr(options.get("baseline"), "ndim", 1) == 2:  # a row for each token
+            options["baseline"] = options["baseline"][t : t + 1]
         try:
             chosen = range(low, high + 1)
-            result = attribute(self._readout, replace(trace, **only), layers=chosen, **self._options)
+            result = attribute(self._readout, replace(trace, **only), layers=chosen, **options)
             figure = figures.trajectory(result, 0)
             figure.set_size_inches(9, 3.6)  # the same for any number of layers
             with io.BytesIO() as file:
@@ -63,7 +66,8 @@ class TokenLayers(widgets.VBox):
             self.says.value = f"cannot be drawn: {error}"
             return
         onset, gain = int(result.onset()[0]), float(result.delta[0])
-        self.says.value = f"layers {low} … {high}, and {result.layers[-1]}: Δp {gain:.4f}, onset at layer {onset}"
+        change = f"change of {figures.scalar_name(result.scalar)}: {gain:.4f}"
+        self.says.value = f"layers {low} … {high}, and {result.layers[-1]}: {change}, onset at layer {onset}"
 
     def __repr__(self) -> str:
         return f"TokenLayers({len(self._trace.tokens)} tokens, {self._readout.n} layers)"

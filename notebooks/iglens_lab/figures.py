@@ -50,6 +50,15 @@ def drawable(token: str) -> str:
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
+def scalar_name(scalar) -> str:
+    """What an axis is called: p, log p (nats), …; the ids of a contrast."""
+    if isinstance(scalar, str):
+        names = {"prob": "p", "log_prob": "log p (nats)", "entropy": "entropy (nats)"}
+        return names.get(scalar, scalar)
+    kind = "p" if scalar[0] == "prob" else scalar[0]
+    return f"{kind}(id {scalar[1]}) − {kind}(id {scalar[2]})"
+
+
 def token_labels(result: Attribution) -> list[str]:
     """One label a token, distinct even where tokens repeat: the position that predicts it, and its visible text."""
     return [f"{p} → {drawable(token)}" for p, token in zip(result.positions.tolist(), result.tokens, strict=True)]
@@ -99,7 +108,14 @@ def _limit(results: list[Attribution]) -> float:
 def _credits(ax, result: Attribution, limit: float) -> None:
     colours = {"cmap": "RdBu", "vmin": -limit, "vmax": limit}  # zero is white, in the middle
     columns = [str(layer) for layer in result.layers]
-    _map(ax, result.credits.numpy(), columns, token_labels(result), f"credit ({result.scalar})", **colours)
+    _map(
+        ax,
+        result.credits.numpy(),
+        columns,
+        token_labels(result),
+        f"credit: change of {scalar_name(result.scalar)}",
+        **colours,
+    )
 
 
 def _levels(ax, result: Attribution) -> None:
@@ -107,7 +123,7 @@ def _levels(ax, result: Attribution) -> None:
     probability = result.scalar == "prob"
     colours = {"cmap": "cividis", "vmin": 0 if probability else None, "vmax": 1 if probability else None}
     columns = ["base", *map(str, result.layers)]
-    _map(ax, values, columns, token_labels(result), f"level ({result.scalar})", **colours)
+    _map(ax, values, columns, token_labels(result), f"level: {scalar_name(result.scalar)}", **colours)
 
 
 def credit_map(result: Attribution, *more: Attribution, titles: tuple[str, ...] = ()) -> Figure:
@@ -137,7 +153,7 @@ def maps(result: Attribution) -> Figure:
     _levels(axes[1], result)
     axes[1].set_yticks([])
     axes[1].set_ylabel("")
-    axes[0].set_title("credit of each layer: sums to Δp along a row", fontsize=11)
+    axes[0].set_title("credit of each layer: a row sums to its whole change", fontsize=11)
     axes[1].set_title("level at each layer (logit lens)", fontsize=11)
     return figure
 
@@ -168,7 +184,7 @@ def trajectory(result: Attribution, token: int, *more: Attribution) -> Figure:
     names = ["base", *map(str, result.layers)]
     ax.set_xticks(shown, [names[j] for j in shown], fontsize=8, rotation=0 if k < 20 else 90)
     ax.set_xlabel("layer")
-    ax.set_ylabel("probability" if result.scalar == "prob" else str(result.scalar))
+    ax.set_ylabel(scalar_name(result.scalar))
     _write([ax.set_title(f"predicted at position {int(result.positions[token])}", fontsize=11)])
     _write(ax.legend(fontsize=8, loc="best").get_texts())
     return figure
