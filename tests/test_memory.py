@@ -19,9 +19,9 @@ def status(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024  # MB
 
 def peak(call):
-    "MB above what is resident before the call; the least of three, as pages that come back from disk count too."
+    "MB above what is resident before the call; the lesser of two, as pages that come back from disk count too."
     extras = []
-    for _ in range(3):
+    for _ in range(2):
         Path("/proc/self/clear_refs").write_text("5")
         before = status("VmRSS")
         result = call()
