@@ -690,7 +690,7 @@ def _encode(tokenizer, text: str, special: bool = False) -> list[int]:
     try:
         plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         full = list(tokenizer(text)["input_ids"]) if special else plain
-    except (TypeError, UnicodeError) as error:  # half a surrogate pair, for one
+    except Exception as error:  # half a surrogate pair, or a vocabulary without the character
         raise IGLensError(f"the tokenizer cannot encode {text[:60]!r}: {_line(error)}") from error
     for start in range(len(full) - len(plain), -1, -1):
         if full[start : start + len(plain)] == plain:
@@ -741,8 +741,10 @@ def _forced(tokenizer, answer, prompt_ids: list[int], text: str | None, rows) ->
         together = f"encoded together with the prompt it would end in {tail}"
         warnings.warn(f"the answer {answer!r} is fed as {ids}; {together}", stacklevel=3)
     if answer[0].isalnum() and text[-1].isalnum() and ord(answer[0]) < 0x2E80:  # scripts that put spaces between words
-        spaced = _encode(tokenizer, " " + answer)
-        one, two = (f"id {i} {token_text(tokenizer, i)!r}" for i in (ids[0], spaced[0]))
+        spaced = []
+        with suppress(IGLensError):  # a vocabulary without a space
+            spaced = _encode(tokenizer, " " + answer)
+        one, two = (f"id {i} {token_text(tokenizer, i)!r}" for i in (ids[0], (spaced or ids)[0]))
         if one != two:
             warnings.warn(f"the answer starts with {one}; with a space before it, with {two}", stacklevel=3)
     return ids

@@ -33,7 +33,8 @@ def test_the_core_needs_no_plotting_no_widgets_and_nothing_of_ours():
 
 
 def test_modules_are_importable_from_any_folder(tmp_path):
-    code = "import iglens_core, iglens_lab.figures, iglens_lab.batch, iglens_lab.models, iglens_lab.explorer"
+    modules = [f"iglens_lab.{path.stem}" for path in (ROOT / "notebooks" / "iglens_lab").glob("[!_]*.py")]
+    code = f"import iglens_core, {', '.join(modules)}"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 

@@ -81,10 +81,13 @@ def _whole(name: str, value):
 READERS = {
     "answer": lambda name, value: _text(name, value, optional=True),
     "baseline": _text,
+    "count": _whole,
     "layers": _layers,
     "max_new_tokens": _whole,
     "model": lambda name, value: _text(name, value, optional=True),
     "prompt": _text,
+    "seed": _whole,
+    "steps": _whole,
 }
 
 

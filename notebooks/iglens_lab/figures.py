@@ -1,26 +1,29 @@
-"""The static figures of the notebooks: credit map, level map, trajectory.
+"""The static figures of the notebooks: maps, trajectories, waterfalls, comparisons, and the softmax on a plane.
 
-Every function draws an Attribution as it is and returns the matplotlib figure, to be saved in any format. Tokens are
+Every function draws what it is given and returns the matplotlib figure, to be saved in any format. Tokens are
 shown with their white space visible and never interpreted as mathematics.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from matplotlib import font_manager
+from matplotlib import font_manager, patheffects
 from matplotlib.figure import Figure
 
-from iglens_core import Attribution, IGLensError
+from iglens_core import Attribution, IGLensError, Readout
+from iglens_lab import theory
 
 MARKS = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 # matplotlib brings the first; the others give glyphs to more scripts where they are installed
 FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans", "Hiragino Sans", "Apple SD Gothic Neo",
          "Yu Gothic", "Microsoft YaHei", "Malgun Gothic", "Segoe UI", "Arial Unicode MS", "Noto Emoji")  # fmt: skip
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito: told apart by colour-blind readers
+OUTLINED = [patheffects.withStroke(linewidth=4, foreground="black")]  # white lines are seen on any ground
 LONGEST = 24  # characters of a label
 ROWS = 160  # above this many tokens, labels get a stride, said on the axis
 
@@ -101,6 +104,12 @@ def _alike(*results: Attribution) -> list[Attribution]:
     return list(results)
 
 
+def _token(result: Attribution, token: int, name: str) -> int:
+    if type(token) is not int or not 0 <= token < len(result.tokens):
+        raise IGLensError(f"{name}: expected a token of 0 … {len(result.tokens) - 1}, got {token!r}")
+    return token
+
+
 def _limit(results: list[Attribution]) -> float:
     return max(float(result.credits.abs().max()) for result in results) or 1.0
 
@@ -164,27 +173,112 @@ def trajectory(result: Attribution, token: int, *more: Attribution) -> Figure:
     token: the row of the result, 0 … T − 1. All results need the same layers.
     """
     results = _alike(result, *more)
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < len(result.tokens):
-        raise IGLensError(f"trajectory: expected a token of 0 … {len(result.tokens) - 1}, got {token!r}")
+    _token(result, token, "trajectory")
     if any(one.layers != result.layers or not torch.equal(one.positions, result.positions) for one in more):
         raise IGLensError("trajectory: expected results at the same layers and positions")
-    k, onsets = len(result.layers), [int(one.onset()[token]) for one in results]
+    k = len(result.layers)
     figure, ax = plt.subplots(figsize=(max(5.0, 2 + 0.27 * min(k, 60)), 3.6), layout="constrained")
-    for i, (one, onset) in enumerate(zip(results, onsets, strict=True)):
+    _trajectory(ax, results, [token] * len(results))
+    _write([ax.set_title(f"predicted at position {int(result.positions[token])}", fontsize=11)])
+    return figure
+
+
+def _trajectory(ax, results: list[Attribution], tokens: list[int]) -> None:
+    k = len(results[0].layers)
+    for i, (one, token) in enumerate(zip(results, tokens, strict=True)):
         colour, width = COLOURS[i % len(COLOURS)], 0.8 / len(results)
-        label = f"“{drawable(one.tokens[token])}”"
+        label, onset = f"“{drawable(one.tokens[token])}”", int(one.onset()[token])
         where = np.arange(1, k + 1) + (i - (len(results) - 1) / 2) * width
         ax.bar(where, one.credits[token].numpy(), width, color=colour, alpha=0.45, label=f"credits of {label}")
         ax.plot(range(k + 1), one.levels[token].numpy(), "o-", ms=3, lw=1.4, color=colour, label=f"level of {label}")
         if onset >= 0:
             ax.axvline(one.layers.index(onset) + 1, color=colour, ls=":", lw=1, label=f"onset of {label}: {onset}")
     ax.axhline(0, color="black", lw=0.8)
+    _layer_axis(ax, results[0])
+    ax.set_ylabel(scalar_name(results[0].scalar))
+    _write(ax.legend(fontsize=8, loc="best").get_texts())
+
+
+def _layer_axis(ax, result: Attribution) -> None:
+    k = len(result.layers)
     across = -(-(k + 1) // 34)
     shown = [j for j in range(k + 1) if (k - j) % across == 0]
     names = ["base", *map(str, result.layers)]
     ax.set_xticks(shown, [names[j] for j in shown], fontsize=8, rotation=0 if k < 20 else 90)
     ax.set_xlabel("layer")
+
+
+def comparison(results: dict[str, Attribution], token: int = 0) -> Figure:
+    """Levels and credits of one token from several results side by side, on one scale, each under its title."""
+    alike = _alike(*results.values())
+    width = sum(max(3.6, 1.5 + 0.27 * min(len(one.layers), 40)) for one in alike)
+    figure, axes = plt.subplots(1, len(alike), figsize=(width, 3.4), layout="constrained", sharey=True, squeeze=False)
+    for ax, title, one in zip(axes[0], results, alike, strict=True):
+        _trajectory(ax, [one], [_token(one, token, "comparison")])
+        _write([ax.set_title(title, fontsize=10)])
+    for ax in axes[0, 1:]:
+        ax.set_ylabel("")
+    return figure
+
+
+def waterfall(result: Attribution, token: int = 0) -> Figure:
+    """One token's credits as steps from the baseline's level to the last layer's: up is blue, down is orange."""
+    token = _token(result, token, "waterfall")
+    levels, k = result.levels[token].numpy(), len(result.layers)
+    figure, ax = plt.subplots(figsize=(max(5.0, 2 + 0.4 * min(k, 40)), 3.4), layout="constrained")
+    credits = np.diff(levels)
+    colours = [COLOURS[0] if credit >= 0 else COLOURS[1] for credit in credits]
+    ax.bar(range(1, k + 1), credits, 0.8, bottom=levels[:-1], color=colours, alpha=0.8)
+    ax.hlines(levels[1:-1], np.arange(1, k) - 0.4, np.arange(2, k + 1) + 0.4, color="black", lw=0.8)
+    ax.bar([0, k + 1], levels[[0, -1]], 0.8, color="0.7")
+    reach = float(np.ptp(np.append(levels, 0))) or 1.0
+    if k <= 16:
+        for j, credit in enumerate(credits, 1):
+            at = max(levels[j - 1], levels[j]) + 0.02 * reach
+            ax.text(j, at, f"{round(float(credit), 2) + 0.0:+.2f}", ha="center", va="bottom", fontsize=8)
+    ax.use_sticky_edges = False
+    ax.margins(y=0.12)
+    _layer_axis(ax, result)
+    ax.set_xticks([*ax.get_xticks(), k + 1], [*[text.get_text() for text in ax.get_xticklabels()], "p"], fontsize=8)
+    ax.axhline(0, color="black", lw=0.8)
     ax.set_ylabel(scalar_name(result.scalar))
-    _write([ax.set_title(f"predicted at position {int(result.positions[token])}", fontsize=11)])
-    _write(ax.legend(fontsize=8, loc="best").get_texts())
+    _write([ax.set_title(f"“{drawable(result.tokens[token])}”: every step is a credit", fontsize=11)])
+    return figure
+
+
+def plane(
+    readout: Readout, paths: dict[str, torch.Tensor], target: int = 0, arrows: bool = True, reach: float = 2.6
+) -> Figure:
+    """A readout of width 2 as a contour of p(target), with its gradient field and paths [P, 2] drawn on it.
+
+    arrows: draw each segment of a path as an arrow and number its points; False for curves of many points.
+    """
+    if readout.d != 2:
+        raise IGLensError(f"plane: expected a readout of width d = 2, got d = {readout.d}")
+    figure, ax = plt.subplots(figsize=(6.4, 5.2), layout="constrained")
+    side = torch.linspace(-reach, reach, 201, dtype=torch.float64)
+    x, y = torch.meshgrid(side, side, indexing="xy")
+    with torch.no_grad():
+        p = readout.prob(torch.stack([x.flatten(), y.flatten()], 1), target).view_as(x)
+    mesh = ax.contourf(x, y, p, levels=np.linspace(0, 1, 21), cmap="cividis")
+    figure.colorbar(mesh, ax=ax, label="level: p", ticks=np.linspace(0, 1, 6))
+    some = torch.stack([part[10::18, 10::18].flatten() for part in (x, y)], 1)
+    slope = theory.gradients(readout, some, target).numpy()
+    ax.quiver(*some.T.numpy(), *slope.T, color="white", alpha=0.7, width=0.003, scale=18, label="gradient of p")
+    for i, (name, path) in enumerate(paths.items()):
+        points, style = path.numpy(), ("-", "--", ":")[i % 3]
+        if arrows:
+            for a, b in itertools.pairwise(points):
+                line = {"arrowstyle": "-|>", "color": "white", "lw": 2.2, "shrinkB": 8, "path_effects": OUTLINED}
+                ax.annotate("", b, a, arrowprops=line)
+            for j, point in enumerate(points):
+                ax.plot(*point, "o", ms=15, color="white", mec="black", zorder=4)
+                ax.text(*point, str(j), ha="center", va="center", fontsize=9, zorder=5)
+        else:
+            ax.plot(*points.T, style, color="white", lw=2.2, label=name, path_effects=OUTLINED)
+            ax.plot(*points[[0, -1]].T, "o", ms=8, color="white", mec="black")
+    if not arrows:
+        legend = ax.legend(fontsize=9, loc="lower left", facecolor="0.35", labelcolor="white", handlelength=3)
+        legend.legend_handles[0].set_color("white")
+    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="first coordinate of h", ylabel="second")
     return figure
