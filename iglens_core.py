@@ -43,7 +43,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 __all__ = [
     "Attribution", "CompletenessError", "FaithfulnessError", "IGLensError", "Readout", "Trace", "UnsupportedModelError",
-    "attribute", "explain", "path_credits", "read", "residual_path", "residual_stream", "token_id", "token_text",
+    "attribute", "blocks_of", "explain", "path_credits", "read", "residual_path", "residual_stream", "token_id",
+    "token_text",
 ]  # fmt: skip
 
 HALF = (torch.bfloat16, torch.float16)
@@ -85,7 +86,7 @@ def _name(model) -> str:
     return type(model).__name__
 
 
-def _blocks(model) -> nn.ModuleList:
+def blocks_of(model) -> nn.ModuleList:
     """The model's n blocks; raises UnsupportedModelError where there is no causal stack of them with a head."""
     known = isinstance(model, nn.Module) and hasattr(model, "config")
     _require(known, f"model: expected a causal language model of transformers, loaded, got {_name(model)}")
@@ -176,7 +177,7 @@ def _run(model, ids: Tensor, at: Tensor | None = None, overwrite: Tensor | None 
 
     `overwrite` [S, d] takes the place of the last block's output (the stream still holds what the block computed).
     """
-    blocks = _blocks(model)
+    blocks = blocks_of(model)
     ids = _ids(ids, getattr(model.get_input_embeddings(), "num_embeddings", None)).to(_device(model))
     stream, seen = None, []
 
@@ -279,7 +280,7 @@ class Readout:
     """
 
     def __init__(self, model):
-        blocks = _blocks(model)
+        blocks = blocks_of(model)
         self.model, self.n = model, len(blocks)
         rows = getattr(model.get_input_embeddings(), "num_embeddings", 2)
         probe = [(7 + 13 * i * max(1, rows // 97)) % rows for i in range(min(8, _context(model)))]
@@ -777,7 +778,7 @@ def read(model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", ma
     answer's tokens, "all" tokens 1 … S − 1. max_new_tokens: of a greedy answer. Raises IGLensError on bad input and on
     non-finite states, UnsupportedModelError where the stream cannot be read.
     """
-    _blocks(model)
+    blocks_of(model)
     known = callable(getattr(tokenizer, "convert_ids_to_tokens", None))
     _require(known, f"tokenizer: expected the model's tokenizer, got {type(tokenizer).__name__}")
     _require(isinstance(scope, str) and scope in ("answer", "all"), f"scope: expected 'answer' or 'all', got {scope!r}")

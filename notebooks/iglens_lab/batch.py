@@ -71,23 +71,26 @@ def _layers(name: str, value):
     return list(value) if isinstance(value, tuple) else value
 
 
-def _whole(name: str, value):
-    value = _literal(value)
-    if type(value) is not int:
-        raise IGLensError(f"{name}: expected a whole number, got {value!r}")
-    return value
+def _whole(low: int, high: int):
+    def reader(name: str, value):
+        value = _literal(value)
+        if type(value) is not int or not low <= value <= high:
+            raise IGLensError(f"{name}: expected a whole number, {low} … {high}, got {value!r}")
+        return value
+
+    return reader
 
 
 READERS = {
     "answer": lambda name, value: _text(name, value, optional=True),
     "baseline": _text,
-    "count": _whole,
+    "count": _whole(1, 100_000),
     "layers": _layers,
-    "max_new_tokens": _whole,
+    "max_new_tokens": _whole(1, 100_000),
     "model": lambda name, value: _text(name, value, optional=True),
     "prompt": _text,
-    "seed": _whole,
-    "steps": _whole,
+    "seed": _whole(0, 2**31 - 1),
+    "steps": _whole(1, 1000),
 }
 
 

@@ -54,6 +54,8 @@ class Segment(_Drawn):
         self._readout, self._target = readout, target
         names = ("start, first", "start, second", "end, first", "end, second")
         places = [*map(float, start), *map(float, end)]
+        if len(places) != 4 or not all(abs(place) <= 2.5 for place in places):
+            raise IGLensError(f"Segment: expected two points of two coordinates, −2.5 … 2.5, got {places}")
         self.ends = [
             widgets.FloatSlider(value=value, min=-2.5, max=2.5, step=0.1, description=name, **SLIDER)
             for name, value in zip(names, places, strict=True)
@@ -112,7 +114,8 @@ class TokenLayers(_Drawn):
         figure.set_size_inches(9, 3.6)  # the same for any number of layers
         onset, gain = int(result.onset()[0]), float(result.delta[0])
         change = f"change of {figures.scalar_name(result.scalar)}: {gain:.4f}"
-        return figure, f"layers {low} … {high}, and {result.layers[-1]}: {change}, onset at layer {onset}"
+        also = "" if high == result.layers[-1] else f", and {result.layers[-1]}"
+        return figure, f"layers {low} … {high}{also}: {change}, onset at layer {onset}"
 
     def __repr__(self) -> str:
         return f"TokenLayers({len(self._trace.tokens)} tokens, {self._readout.n} layers)"

@@ -178,21 +178,21 @@ def trajectory(result: Attribution, token: int, *more: Attribution) -> Figure:
         raise IGLensError("trajectory: expected results at the same layers and positions")
     k = len(result.layers)
     figure, ax = plt.subplots(figsize=(max(5.0, 2 + 0.27 * min(k, 60)), 3.6), layout="constrained")
-    _trajectory(ax, results, [token] * len(results))
+    _trajectory(ax, results, token)
     _write([ax.set_title(f"predicted at position {int(result.positions[token])}", fontsize=11)])
     return figure
 
 
-def _trajectory(ax, results: list[Attribution], tokens: list[int]) -> None:
+def _trajectory(ax, results: list[Attribution], token: int, onset: bool = True) -> None:
     k = len(results[0].layers)
-    for i, (one, token) in enumerate(zip(results, tokens, strict=True)):
+    for i, one in enumerate(results):
         colour, width = COLOURS[i % len(COLOURS)], 0.8 / len(results)
-        label, onset = f"“{drawable(one.tokens[token])}”", int(one.onset()[token])
+        label, first = f"“{drawable(one.tokens[token])}”", int(one.onset()[token]) if onset else -1
         where = np.arange(1, k + 1) + (i - (len(results) - 1) / 2) * width
         ax.bar(where, one.credits[token].numpy(), width, color=colour, alpha=0.45, label=f"credits of {label}")
         ax.plot(range(k + 1), one.levels[token].numpy(), "o-", ms=3, lw=1.4, color=colour, label=f"level of {label}")
-        if onset >= 0:
-            ax.axvline(one.layers.index(onset) + 1, color=colour, ls=":", lw=1, label=f"onset of {label}: {onset}")
+        if first >= 0:
+            ax.axvline(one.layers.index(first) + 1, color=colour, ls=":", lw=1, label=f"onset of {label}: {first}")
     ax.axhline(0, color="black", lw=0.8)
     _layer_axis(ax, results[0])
     ax.set_ylabel(scalar_name(results[0].scalar))
@@ -210,11 +210,13 @@ def _layer_axis(ax, result: Attribution) -> None:
 
 def comparison(results: dict[str, Attribution], token: int = 0) -> Figure:
     """Levels and credits of one token from several results side by side, on one scale, each under its title."""
+    if not isinstance(results, dict) or not results:
+        raise IGLensError(f"comparison: expected results by their titles, a dict, got {type(results).__name__}")
     alike = _alike(*results.values())
     width = sum(max(3.6, 1.5 + 0.27 * min(len(one.layers), 40)) for one in alike)
     figure, axes = plt.subplots(1, len(alike), figsize=(width, 3.4), layout="constrained", sharey=True, squeeze=False)
     for ax, title, one in zip(axes[0], results, alike, strict=True):
-        _trajectory(ax, [one], [_token(one, token, "comparison")])
+        _trajectory(ax, [one], _token(one, token, "comparison"), onset=False)
         _write([ax.set_title(title, fontsize=10)])
     for ax in axes[0, 1:]:
         ax.set_ylabel("")
@@ -223,23 +225,25 @@ def comparison(results: dict[str, Attribution], token: int = 0) -> Figure:
 
 def waterfall(result: Attribution, token: int = 0) -> Figure:
     """One token's credits as steps from the baseline's level to the last layer's: up is blue, down is orange."""
-    token = _token(result, token, "waterfall")
-    levels, k = result.levels[token].numpy(), len(result.layers)
+    (result,) = _alike(result)
+    token, k = _token(result, token, "waterfall"), len(result.layers)
+    credits, levels = result.credits[token].numpy(), result.levels[token].numpy()
+    reached = levels[0] + np.concatenate([[0], credits.cumsum()])  # differs from the levels where the sum is incomplete
     figure, ax = plt.subplots(figsize=(max(5.0, 2 + 0.4 * min(k, 40)), 3.4), layout="constrained")
-    credits = np.diff(levels)
     colours = [COLOURS[0] if credit >= 0 else COLOURS[1] for credit in credits]
-    ax.bar(range(1, k + 1), credits, 0.8, bottom=levels[:-1], color=colours, alpha=0.8)
-    ax.hlines(levels[1:-1], np.arange(1, k) - 0.4, np.arange(2, k + 1) + 0.4, color="black", lw=0.8)
+    ax.bar(range(1, k + 1), credits, 0.8, bottom=reached[:-1], color=colours, alpha=0.8)
+    ax.hlines(reached[1:-1], np.arange(1, k) - 0.4, np.arange(2, k + 1) + 0.4, color="black", lw=0.8)
     ax.bar([0, k + 1], levels[[0, -1]], 0.8, color="0.7")
-    reach = float(np.ptp(np.append(levels, 0))) or 1.0
+    reach = float(np.ptp(np.append(reached, 0))) or 1.0
     if k <= 16:
         for j, credit in enumerate(credits, 1):
-            at = max(levels[j - 1], levels[j]) + 0.02 * reach
-            ax.text(j, at, f"{round(float(credit), 2) + 0.0:+.2f}", ha="center", va="bottom", fontsize=8)
+            at = max(reached[j - 1], reached[j]) + 0.02 * reach
+            text = f"{credit:+.2f}".replace("-", "−") if abs(credit) >= 0.005 else "0"
+            ax.text(j, at, text, ha="center", va="bottom", fontsize=8)
     ax.use_sticky_edges = False
     ax.margins(y=0.12)
     _layer_axis(ax, result)
-    ax.set_xticks([*ax.get_xticks(), k + 1], [*[text.get_text() for text in ax.get_xticklabels()], "p"], fontsize=8)
+    ax.set_xticks([*ax.get_xticks(), k + 1], [*[text.get_text() for text in ax.get_xticklabels()], "end"], fontsize=8)
     ax.axhline(0, color="black", lw=0.8)
     ax.set_ylabel(scalar_name(result.scalar))
     _write([ax.set_title(f"“{drawable(result.tokens[token])}”: every step is a credit", fontsize=11)])
@@ -247,14 +251,21 @@ def waterfall(result: Attribution, token: int = 0) -> Figure:
 
 
 def plane(
-    readout: Readout, paths: dict[str, torch.Tensor], target: int = 0, arrows: bool = True, reach: float = 2.6
+    readout: Readout,
+    paths: dict[str, torch.Tensor],
+    target: int = 0,
+    arrows: bool = True,
+    names: tuple[str, ...] | None = None,
+    reach: float = 2.6,
 ) -> Figure:
     """A readout of width 2 as a contour of p(target), with its gradient field and paths [P, 2] drawn on it.
 
-    arrows: draw each segment of a path as an arrow and number its points; False for curves of many points.
+    arrows: draw each segment of a path as an arrow and name its points (0, 1, … by default); False for curves of many
+    points. reach: of the axes, from the origin; what lies outside is cut.
     """
-    if readout.d != 2:
-        raise IGLensError(f"plane: expected a readout of width d = 2, got d = {readout.d}")
+    if readout.d != 2 or not all(path.ndim == 2 and path.shape[1] == 2 for path in paths.values()):
+        shapes = [list(path.shape) for path in paths.values()]
+        raise IGLensError(f"plane: expected a readout of width d = 2 and paths [P, 2], got d = {readout.d}, {shapes}")
     figure, ax = plt.subplots(figsize=(6.4, 5.2), layout="constrained")
     side = torch.linspace(-reach, reach, 201, dtype=torch.float64)
     x, y = torch.meshgrid(side, side, indexing="xy")
@@ -263,22 +274,28 @@ def plane(
     mesh = ax.contourf(x, y, p, levels=np.linspace(0, 1, 21), cmap="cividis")
     figure.colorbar(mesh, ax=ax, label="level: p", ticks=np.linspace(0, 1, 6))
     some = torch.stack([part[10::18, 10::18].flatten() for part in (x, y)], 1)
+    some = some[some.norm(dim=1) > 0.15 * reach]  # at the origin of a norm the gradient has no bounds
     slope = theory.gradients(readout, some, target).numpy()
-    ax.quiver(*some.T.numpy(), *slope.T, color="white", alpha=0.7, width=0.003, scale=18, label="gradient of p")
+    ax.quiver(*some.T.numpy(), *slope.T, color="white", alpha=0.7, width=0.003, scale=18)
     for i, (name, path) in enumerate(paths.items()):
-        points, style = path.numpy(), ("-", "--", ":")[i % 3]
+        points, style = path.detach().numpy(), ("-", "--", ":")[i % 3]
         if arrows:
             for a, b in itertools.pairwise(points):
                 line = {"arrowstyle": "-|>", "color": "white", "lw": 2.2, "shrinkB": 8, "path_effects": OUTLINED}
                 ax.annotate("", b, a, arrowprops=line)
             for j, point in enumerate(points):
                 ax.plot(*point, "o", ms=15, color="white", mec="black", zorder=4)
-                ax.text(*point, str(j), ha="center", va="center", fontsize=9, zorder=5)
+                ax.text(*point, names[j] if names else str(j), ha="center", va="center", fontsize=9, zorder=5)
         else:
             ax.plot(*points.T, style, color="white", lw=2.2, label=name, path_effects=OUTLINED)
             ax.plot(*points[[0, -1]].T, "o", ms=8, color="white", mec="black")
     if not arrows:
-        legend = ax.legend(fontsize=9, loc="lower left", facecolor="0.35", labelcolor="white", handlelength=3)
-        legend.legend_handles[0].set_color("white")
-    ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal", xlabel="first coordinate of h", ylabel="second")
+        ax.legend(fontsize=9, loc="lower left", facecolor="0.35", labelcolor="white", handlelength=3)
+    ax.set(
+        xlim=(-reach, reach),
+        ylim=(-reach, reach),
+        aspect="equal",
+        xlabel="first coordinate of h",
+        ylabel="second coordinate of h",
+    )
     return figure

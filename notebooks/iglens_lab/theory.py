@@ -10,6 +10,7 @@ import math
 import warnings
 from copy import deepcopy
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ def densify(states: Tensor, m: int) -> Tensor:
     """A path with m equal steps a segment: states [k + 1, T, d] -> [k·m + 1, T, d], its points kept as they are."""
     if type(m) is not int or m < 1:
         raise IGLensError(f"m: expected a whole number of steps, at least 1, got {m!r}")
-    if not isinstance(states, Tensor) or states.ndim != 3 or len(states) < 2:
-        raise IGLensError(f"states: expected a path [k + 1, T, d], got {list(getattr(states, 'shape', []))}")
+    if not isinstance(states, Tensor) or states.ndim != 3 or len(states) < 2 or not states.is_floating_point():
+        raise IGLensError(f"states: expected a path of floats [k + 1, T, d], got {list(getattr(states, 'shape', []))}")
     t = (torch.arange(m, dtype=torch.float64) / m).to(states)[:, None, None]
     inner = states[:-1, None] + t * states.diff(dim=0)[:, None]  # [k, m, T, d]
     return torch.cat([inner.flatten(0, 1), states[-1:]])
@@ -33,6 +34,8 @@ def curves(start: Tensor, end: Tensor, bend: float = 0.45, points: int = 256) ->
 
     "straight"; "bent": an arc that leaves the chord by `bend` times its length; "detour": with a loop on the way.
     """
+    if start.shape != (2,) or end.shape != (2,):
+        raise IGLensError(f"expected two points of a plane, [2] each, got {list(start.shape)} and {list(end.shape)}")
     t = torch.linspace(0, 1, points + 1, dtype=torch.float64)[:, None]
     chord = (end - start).double()
     across = torch.stack([-chord[1], chord[0]])
@@ -64,6 +67,8 @@ def operations(T: int, k: int, V: int, d: int, m: int = 1) -> dict[str, int]:
     "observed": one product of T·(k + 1) rows. "observed, naive": every one of the m steps of a segment is read.
     "gradient": m points a segment, forward, and backward to the states, which is a product of the same size.
     """
+    if min(T, k, V, d, m) < 1:
+        raise IGLensError(f"expected numbers of at least 1, got T={T}, k={k}, V={V}, d={d}, m={m}")
     row = 2 * V * d
     return {"observed": T * (k + 1) * row, "observed, naive": T * (k * m + 1) * row, "gradient": 2 * T * k * m * row}
 
@@ -91,13 +96,17 @@ def verification(models: dict, ms: list[int]) -> pd.DataFrame:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore", UserWarning)  # that a sum is off is what is measured
                         one = attribute(readout, trace, baseline=baseline, estimator=estimator, steps=m)
-                    row[name] = max(row.get(name, 0.0), one.completeness_error)
-                row["faithfulness"] = max(row.get("faithfulness", 0.0), one.faithfulness_error)  # at any baseline
+                    row[name] = _larger(row.get(name, 0.0), one.completeness_error)
+                row["faithfulness"] = _larger(row.get("faithfulness", 0.0), one.faithfulness_error)  # at any baseline
     return pd.DataFrame(rows.values(), index=pd.MultiIndex.from_tuples(rows, names=["dtype", "estimator", "m"]))
 
 
+def _larger(a: float, b: float) -> float:
+    return float(np.maximum(a, b))  # NaN where one is NaN, unlike max()
+
+
 def order(error: float, floor: float) -> str:
-    """An error as the power of ten that it stays below, so that machines agree; "≤ floor" where it is within it."""
-    if not error > floor:
+    """An error as the nearest power of ten, so that machines agree; "≤ floor" where it is within it."""
+    if 0 <= error <= floor:
         return f"≤ {floor:.0e}"
-    return f"{10.0 ** math.ceil(math.log10(error)):.0e}"
+    return f"{10.0 ** round(math.log10(error)):.0e}" if 0 < error < math.inf else str(error)

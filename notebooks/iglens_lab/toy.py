@@ -37,17 +37,19 @@ from iglens_core import (
     residual_path,
     residual_stream,
 )
-from iglens_lab.ablation import skipped
+from iglens_lab.ablation import block, skipped
 
 ALPHABET = string.ascii_lowercase + string.ascii_uppercase + string.digits + "?!"  # V = 64 tokens, one a character
 PROMPT, ANSWER, RIVAL, SOURCE = "who?", "Y", "N", "w"
 INDUCTION = Path(__file__).resolve().parents[2] / "data" / "induction.safetensors"
 D, LANGUAGE, FREE = 48, 24, 3  # width; directions that the other tokens' head rows share; directions kept free
-TOP = 72.0  # the largest logit that the answer or the rival can have
+TOP = 120.0  # the largest logit that the answer or the rival can have
 
 
 def tokenizer(V: int = len(ALPHABET)) -> PreTrainedTokenizerFast:
     """One token a character: the first V of the alphabet."""
+    if type(V) is not int or not 1 <= V <= len(ALPHABET):
+        raise IGLensError(f"V: expected a whole number of 1 … {len(ALPHABET)}, got {V!r}")
     made = Tokenizer(models.WordLevel({character: i for i, character in enumerate(ALPHABET[:V])}))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
@@ -56,6 +58,8 @@ def tokenizer(V: int = len(ALPHABET)) -> PreTrainedTokenizerFast:
 
 def ids(text: str) -> Tensor:
     """[S], the ids of a text of the alphabet."""
+    if not isinstance(text, str) or not text or set(text) - set(ALPHABET):
+        raise IGLensError(f"expected a text of the characters {ALPHABET}, got {text!r}")
     return torch.tensor([ALPHABET.index(character) for character in text])
 
 
@@ -92,6 +96,9 @@ def walking(path: Tensor, rows: Tensor, norm: bool = False) -> LlamaForCausalLM:
     It does so at the last position of a prompt of the first token, "a". norm: keep the final RMSNorm (weights 1, ε
     1e-2); without it the head reads the state itself. Raises IGLensError where a state but the last is zero.
     """
+    if path.ndim != 2 or path.shape[1] % 2 or rows.shape[1:] != path.shape[1:] or not path.is_floating_point():
+        shapes = f"{list(path.shape)} and {list(rows.shape)}"
+        raise IGLensError(f"expected a path [n + 1, d] and rows [V, d] of floats, d even, got {shapes}")
     if not path[:-1].any(1).all():
         raise IGLensError("path: expected non-zero states before the last: a block computes nothing from zeros")
     d = path.shape[1]
@@ -102,9 +109,9 @@ def walking(path: Tensor, rows: Tensor, norm: bool = False) -> LlamaForCausalLM:
         model.model.norm = nn.Identity()
     model.lm_head.weight.copy_(rows)
     model.model.embed_tokens.weight[:] = path[0]
-    for layer, block in enumerate(model.model.layers, 1):
-        stream, active = _seen(block.mlp.down_proj, model, ids("a"))
-        block.mlp.down_proj.weight += torch.outer(path[layer] - stream[layer], active) / (active @ active)
+    for layer, each in enumerate(model.model.layers, 1):
+        stream, active = _seen(each.mlp.down_proj, model, ids("a"))
+        each.mlp.down_proj.weight += torch.outer(path[layer] - stream[layer], active) / (active @ active)
     return model
 
 
@@ -114,12 +121,14 @@ def random_model(blocks: int = 6, seed: int = 0, quiet: bool = False) -> LlamaFo
 
     quiet: the blocks do not write the other tokens' directions either, so that those have logits of exactly 0.
     """
+    if type(blocks) is not int or blocks < 1:
+        raise IGLensError(f"blocks: expected a whole number, at least 1, got {blocks!r}")
     model, basis = llama(len(ALPHABET), D, blocks, seed), _free(D, seed)
     written = basis[FREE + LANGUAGE :] if quiet else basis[FREE:]
     onto = written.T @ written  # [d, d], projects onto what may be written
     model.model.embed_tokens.weight.copy_(2 * model.model.embed_tokens.weight * D**0.5 @ onto)
-    for block in model.model.layers:
-        for linear in (block.self_attn.o_proj, block.mlp.down_proj):
+    for each in model.model.layers:
+        for linear in (each.self_attn.o_proj, each.mlp.down_proj):
             linear.weight.copy_(2 * onto @ linear.weight)
     spoken = basis[FREE : FREE + LANGUAGE]
     rows = model.lm_head.weight @ spoken.T @ spoken
@@ -131,7 +140,8 @@ def random_model(blocks: int = 6, seed: int = 0, quiet: bool = False) -> LlamaFo
 
 def _step(model: LlamaForCausalLM, h: Tensor, token: str, logit: float) -> Tensor:
     """[d], what has to be added to the state h [d] along the token's direction so that its logit becomes this one."""
-    row = model.lm_head.weight[ALPHABET.index(token)] * model.model.norm.weight
+    (one,) = ids(token)
+    row = model.lm_head.weight[one] * model.model.norm.weight
     top, u = float(row.norm()) * len(h) ** 0.5, row / row.norm()
     if not abs(logit) < top:
         raise IGLensError(f"logit of {token!r}: expected one between −{top:.0f} and {top:.0f}, got {logit}")
@@ -153,7 +163,7 @@ def _seen(module: nn.Module, model: LlamaForCausalLM, prompt: Tensor) -> tuple[T
 @torch.no_grad()
 def plant(model: LlamaForCausalLM, layer: int, token: str, logit: float, prompt: str = PROMPT) -> None:
     """Edit block `layer` by one rank: after it, at the prompt's last position, the head gives the token this logit."""
-    down = model.model.layers[layer - 1].mlp.down_proj
+    down = block(model, layer).mlp.down_proj
     stream, active = _seen(down, model, ids(prompt))
     down.weight += torch.outer(_step(model, stream[layer], token, logit), active) / (active @ active)
 
@@ -161,18 +171,17 @@ def plant(model: LlamaForCausalLM, layer: int, token: str, logit: float, prompt:
 def planted(*writes: tuple[int, str, float], silent: Iterable[int] = (), **options) -> LlamaForCausalLM:
     """A random model (options: see random_model) in which blocks write what they are told to, and no other does.
 
-    writes: (block, token, logit), in the order of the blocks. silent: blocks that write nothing, the identity.
+    writes: (block, token, logit), one a block. silent: blocks that write nothing, the identity.
     """
-    model = random_model(**options)
-    n = len(model.model.layers)
-    for layer in (*(write[0] for write in writes), *silent):
-        if type(layer) is not int or not 1 <= layer <= n:
-            raise IGLensError(f"blocks: expected some of 1 … {n}, got {layer!r}")
+    model, silent = random_model(**options), tuple(silent)
+    busy = [*(write[0] for write in writes), *silent]
+    if len({*busy}) < len(busy):
+        raise IGLensError(f"expected every block to be told one thing, got {busy}")
     with torch.no_grad():
         for layer in silent:
-            for linear in (model.model.layers[layer - 1].self_attn.o_proj, model.model.layers[layer - 1].mlp.down_proj):
+            for linear in (block(model, layer).self_attn.o_proj, block(model, layer).mlp.down_proj):
                 linear.weight.zero_()
-    for layer, token, logit in sorted(writes):
+    for layer, token, logit in sorted(writes):  # in the order of the blocks: each sees what the ones before wrote
         plant(model, layer, token, logit)
     return model
 
@@ -187,14 +196,14 @@ def moved(layer: int, logit: float = 24.0, **options) -> LlamaForCausalLM:
     model = random_model(**options)
     source = _free(D, options.get("seed", 0))[2]
     model.model.embed_tokens.weight[ALPHABET.index(SOURCE)] += 2 * D**0.5 * source
-    block = model.model.layers[layer - 1]
+    attention, norm = block(model, layer).self_attn, block(model, layer).input_layernorm
     width = D // model.config.num_attention_heads
-    block.self_attn.q_proj.weight[:width] = 0  # scores of 0: uniform attention
-    block.self_attn.v_proj.weight[:width] = 0
-    block.self_attn.v_proj.weight[0] = source / block.input_layernorm.weight
-    block.self_attn.o_proj.weight[:, 0] = 0
-    stream, mixed = _seen(block.self_attn.o_proj, model, ids(PROMPT))
-    block.self_attn.o_proj.weight[:, 0] = _step(model, stream[layer], ANSWER, logit) / mixed[0]
+    attention.q_proj.weight[:width] = 0  # scores of 0: uniform attention
+    attention.v_proj.weight[:width] = 0
+    attention.v_proj.weight[0] = source / norm.weight
+    attention.o_proj.weight[:, 0] = 0
+    stream, mixed = _seen(attention.o_proj, model, ids(PROMPT))
+    attention.o_proj.weight[:, 0] = _step(model, stream[layer], ANSWER, logit) / mixed[0]
     return model
 
 
@@ -205,16 +214,22 @@ def relayed(finder: int, speaker: int, logit: float = 24.0, **options) -> LlamaF
     The finder's write is of rank one; one neuron of the speaker reads its direction. options: see random_model.
     """
     model = random_model(**options)
+    finding, mlp, norm = (
+        block(model, finder).mlp,
+        block(model, speaker).mlp,
+        block(model, speaker).post_attention_layernorm,
+    )
+    if not finder < speaker:
+        raise IGLensError(f"expected the finder before the speaker, got blocks {finder} and {speaker}")
     hidden = _free(D, options.get("seed", 0))[2]
-    down = model.model.layers[finder - 1].mlp.down_proj
+    down = finding.down_proj
     stream, active = _seen(down, model, ids(PROMPT))
     down.weight += torch.outer(hidden, active) * stream[finder].norm() / 2 / (active @ active)
-    block = model.model.layers[speaker - 1]
-    for linear in (block.mlp.gate_proj, block.mlp.up_proj):
-        linear.weight[0] = hidden / block.post_attention_layernorm.weight
-    block.mlp.down_proj.weight[:, 0] = 0
-    stream, active = _seen(block.mlp.down_proj, model, ids(PROMPT))
-    block.mlp.down_proj.weight[:, 0] = _step(model, stream[speaker], ANSWER, logit) / active[0]
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight[0] = hidden / norm.weight
+    mlp.down_proj.weight[:, 0] = 0
+    stream, active = _seen(mlp.down_proj, model, ids(PROMPT))
+    mlp.down_proj.weight[:, 0] = _step(model, stream[speaker], ANSWER, logit) / active[0]
     return model
 
 
@@ -272,7 +287,7 @@ def induction(path: Path = INDUCTION) -> LlamaForCausalLM:
     """The trained model that comes with the project, float32."""
     try:
         with safe_open(path, "pt") as file:
-            config = LlamaConfig(**json.loads(file.metadata()["config"]))
+            config = LlamaConfig(attn_implementation="eager", **json.loads(file.metadata()["config"]))
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         model = LlamaForCausalLM(config)
         model.load_state_dict(weights)
@@ -336,6 +351,8 @@ def own_position(model, tokenizer, prompt: str, answer: str) -> tuple[Attributio
 
 def missing_cap(model, tokenizer, prompt: str, answer: str) -> tuple[Attribution, Attribution]:
     """Wrong: norm and head alone, without what the model does to its logits (a Gemma 2)."""
+    if not getattr(model.config, "final_logit_softcapping", None):
+        raise IGLensError(f"missing_cap: expected a model that caps its logits, got {type(model).__name__} without one")
     readout, trace = Readout(model), read(model, tokenizer, prompt, answer=answer)
     bare = deepcopy(model)
     bare.config.final_logit_softcapping = None
@@ -346,7 +363,7 @@ def missing_cap(model, tokenizer, prompt: str, answer: str) -> tuple[Attribution
 def hook_left_on(model, tokenizer, prompt: str, answer: str, layer: int) -> tuple[Attribution, Attribution]:
     """Wrong: explained while the hook of an earlier ablation is still there."""
     right = explain(model, tokenizer, prompt, answer=answer)
-    with skipped(model.model.layers[layer - 1]):
+    with skipped(model, layer):
         return right, explain(model, tokenizer, prompt, answer=answer)
 
 
