@@ -1,13 +1,15 @@
 """The interactive part without a browser: it redraws from the trace, once a change, and leaves nothing behind."""
 
+import re
+
 import matplotlib.pyplot as plt
 import pytest
 import tiny
 import torch
 
 from iglens_core import IGLensError, Readout, attribute, read
-from iglens_lab import figures
-from iglens_lab.explorer import TokenLayers
+from iglens_lab import figures, toy
+from iglens_lab.explorer import Segment, TokenLayers
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +85,167 @@ def test_a_baseline_for_each_token_and_other_scalars_are_drawn(read_once):
     widget = TokenLayers(readout, trace, token=1, baseline=baseline, scalar="log_prob")
     result = attribute(readout, trace, baseline=baseline, scalar="log_prob")
     assert f"change of log p (nats): {float(result.delta[1]):.4f}" in widget.says.value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A segment of a path on the plane
+# ---------------------------------------------------------------------------------------------------------------------
+
+ROWS = torch.tensor([[0.0, 2.0], [-1.7, -1.0], [1.7, -1.0]], dtype=torch.float64)
+START, END = torch.tensor([-1.4, -1.2], dtype=torch.float64), torch.tensor([0.4, 1.6], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def flat():
+    return Readout(toy.walking(torch.stack([START, END]), ROWS))
+
+
+@pytest.fixture
+def segment(flat):
+    return Segment(flat, START, END)
+
+
+def numbers(widget) -> dict[str, float]:
+    """What the line of text says: the name of each way and its number."""
+    assert re.match(r"\d+ steps: ", widget.says.value), widget.says.value
+    return {name: float(value) for name, value in re.findall(r"([a-z][a-z -]*[a-z]) (-?\d\.\d{4})", widget.says.value)}
+
+
+def p(h, target=0):
+    return float((torch.as_tensor(h, dtype=torch.float64) @ ROWS.T).softmax(0)[target])
+
+
+def midpoint(start, end, steps):
+    """The midpoint rule for p(a) of a plain softmax, by hand."""
+    total = 0.0
+    for step in range(steps):
+        h = start + (end - start) * (step + 0.5) / steps
+        q = (h @ ROWS.T).softmax(0)
+        total += float(q[0] * ((ROWS[0] - q @ ROWS) @ (end - start))) / steps
+    return total
+
+
+def test_the_text_names_the_estimators_and_says_what_they_find(segment):
+    found = numbers(segment)
+    assert list(found) == ["observed", "midpoint", "gauss-legendre", "along the bent curve"]
+    change = p(END) - p(START)
+    assert found["observed"] == pytest.approx(change, abs=6e-5)
+    assert found["along the bent curve"] == pytest.approx(change, abs=6e-5)
+    assert found["midpoint"] == pytest.approx(midpoint(START, END, 4), abs=6e-5)
+    assert segment.says.value.startswith("4 steps: ")
+
+
+def test_bending_the_path_changes_the_picture_and_no_number(segment):
+    before, picture = segment.says.value, segment.picture.value
+    segment.bend.value = -0.9
+    assert segment.says.value == before and segment.picture.value != picture
+
+
+def test_more_steps_change_the_sampled_numbers_only(segment):
+    before = numbers(segment)
+    segment.steps.value = 1
+    after = numbers(segment)
+    assert segment.says.value.startswith("1 steps: ")
+    assert after["midpoint"] == pytest.approx(midpoint(START, END, 1), abs=6e-5) and after != before
+    segment.steps.value = 32
+    assert numbers(segment)["gauss-legendre"] == pytest.approx(before["observed"], abs=6e-5)
+    assert after["observed"] == before["observed"] == numbers(segment)["observed"]
+
+
+def test_moving_an_end_is_seen_by_every_way(segment):
+    before = numbers(segment)
+    segment.ends[3].value = -0.4
+    after = numbers(segment)
+    assert all(after[name] != before[name] for name in before)
+    assert after["observed"] == pytest.approx(p([0.4, -0.4]) - p(START), abs=6e-5)
+
+
+@pytest.mark.parametrize("slider", ["start 1", "start 2", "end 1", "end 2", "bend", "steps"])
+def test_every_slider_draws_once_a_change_and_leaves_no_figure_open(flat, monkeypatch, slider):
+    widgets = [Segment(flat, START, END) for _ in range(2)]  # the first was built before, as when a cell runs again
+    drawn, draw = [], figures.plane
+    monkeypatch.setattr(figures, "plane", lambda *given, **options: drawn.append(1) or draw(*given, **options))
+    names = dict(zip(("start 1", "start 2", "end 1", "end 2"), widgets[1].ends, strict=True))
+    control = (names | {"bend": widgets[1].bend, "steps": widgets[1].steps})[slider]
+    before, other = widgets[1].says.value + str(hash(widgets[1].picture.value)), widgets[0].picture.value
+    control.value = control.max
+    assert len(drawn) == 1 and plt.get_fignums() == []
+    assert bytes(widgets[1].picture.value).startswith(b"\x89PNG")
+    assert widgets[1].says.value + str(hash(widgets[1].picture.value)) != before
+    assert widgets[0].picture.value == other
+    control.value = control.max  # no change
+    assert len(drawn) == 1
+
+
+@pytest.mark.parametrize("place", [2.5, 0.0])
+def test_a_path_without_length_changes_nothing(segment, place):
+    for slider in segment.ends:
+        slider.value = place
+    assert {abs(value) for value in numbers(segment).values()} == {0.0}
+    assert bytes(segment.picture.value).startswith(b"\x89PNG")
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_the_farthest_ends_are_drawn(norm):
+    widget = Segment(Readout(toy.walking(torch.stack([START, END]), ROWS, norm=norm)), [-2.5, -2.5], [2.5, 2.5])
+    for bend in (-1.0, 1.0):
+        widget.bend.value = bend
+        assert list(numbers(widget)) == ["observed", "midpoint", "gauss-legendre", "along the bent curve"]
+
+
+def test_many_moves_of_a_segment_leave_one_picture_and_no_open_figure(segment):
+    plt.close("all")
+    pictures = set()
+    for move in range(25):
+        (*segment.ends, segment.bend)[move % 5].value = -1 + 0.3 * (move % 4)
+        pictures.add(bytes(segment.picture.value))
+    assert plt.get_fignums() == []
+    assert len(pictures) > 10 and bytes(segment.picture.value).startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_is_said_in_place_of_the_picture_and_the_next_move_draws(segment, monkeypatch):
+    draw = figures.plane
+
+    def refuses(*given, **options):
+        raise IGLensError("no plane today")
+
+    monkeypatch.setattr(figures, "plane", refuses)
+    segment.bend.value = 0.9
+    assert segment.says.value == "cannot be drawn: no plane today" and bytes(segment.picture.value) == b""
+    monkeypatch.setattr(figures, "plane", draw)
+    segment.bend.value = 0.8
+    assert numbers(segment) and bytes(segment.picture.value).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("given", [{"target": 3}, {"target": -1}, {"target": "a"}])
+def test_a_target_that_is_not_there_is_said_in_the_widget(flat, given):
+    widget = Segment(flat, START, END, **given)
+    assert widget.says.value.startswith("cannot be drawn: targets: expected")
+    assert bytes(widget.picture.value) == b""
+    plt.close("all")
+
+
+def test_a_readout_of_another_width_is_said_in_the_widget(read_once):
+    widget = Segment(read_once[1], START, END)
+    assert "expected a readout of width d = 2" in widget.says.value and bytes(widget.picture.value) == b""
+    assert plt.get_fignums() == []
+
+
+def test_a_segment_that_cannot_be_drawn_leaves_no_figure_open(flat):
+    plt.close("all")
+    Segment(flat, START, END, target=3)
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [([2.6, 0], [0, 0]), ([0, 0], [0, -3]), ([float("nan"), 0], [0, 0]), ([0, 0, 0], [0, 0]), ([], [])],
+)
+def test_ends_that_the_sliders_cannot_show_are_refused(flat, start, end):
+    with pytest.raises(IGLensError, match=r"Segment: expected two points of two coordinates, −2\.5 … 2\.5, got"):
+        Segment(flat, start, end)
+
+
+def test_the_text_form_of_a_segment_does_not_change_from_run_to_run(flat):
+    assert repr(Segment(flat, START, END)) == repr(Segment(flat, START, END)) == "Segment(d = 2)"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from iglens_core import Attribution, IGLensError
-from iglens_lab import figures
+from iglens_core import Attribution, IGLensError, Readout
+from iglens_lab import figures, theory, toy
 
 ODD = ("$x^{2$", "$", "<b>", "<script>alert(1)</script>", "-->", " the", "the", " the", "\n", "\t\t", "a b", "日本")
 ODD += ("🙂", "<0xE6><0x97>", "id 96", "\\frac", "&amp;", "_{", "\u200b", "\x07", "a" * 80)
@@ -207,3 +207,263 @@ def test_every_scalar_is_named_on_its_axes(scalar, name):
     assert f"level: {name}" in texts_inside(figures.level_map(result))
     assert name in texts_inside(figures.trajectory(result, 0))
     assert len(texts_inside(figures.maps(result))) > 20
+
+
+def apart(figure, texts):
+    """No two of these texts lie on each other."""
+    figure.canvas.draw()
+    boxes = [(text.get_text(), text.get_window_extent().shrunk(0.98, 0.98)) for text in texts]
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        assert not a.overlaps(b), (one, other)
+
+
+def beside(figure):
+    """The labels of ticks, titles and values of all axes; not those of legends, which place themselves."""
+    legends = {text for ax in figure.axes if ax.get_legend() for text in ax.get_legend().get_texts()}
+    return [text for text in drawn(figure) if text not in legends]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Side by side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ks", [(1,), (60,), (1, 60), (4, 6, 12)])
+def test_a_comparison_draws_each_result_under_its_title_and_no_label_on_another(ks):
+    results = {f"planted in block {i} of {k}": made(k=k) for i, k in enumerate(ks)}
+    figure = figures.comparison(results, 5)
+    assert plt.get_fignums() == [figure.number]
+    said = texts_inside(figure)
+    for ax, (title, result) in zip(figure.axes, results.items(), strict=True):
+        assert ax.get_title() == title and title in said
+        (line,) = [line for line in ax.lines if line.get_label().startswith("level of")]
+        np.testing.assert_array_equal(line.get_ydata(), result.levels[5].numpy())
+        heights = [bar.get_height() for bars in ax.containers for bar in bars]
+        np.testing.assert_allclose(heights, result.credits[5].numpy())
+        labels = [label.get_text() for label in ax.get_xticklabels()]
+        assert labels[-1] == str(result.layers[-1])
+    apart(figure, beside(figure))
+
+
+def test_a_comparison_has_one_scale_and_names_it_once():
+    figure = figures.comparison({"small": made(scale=0.01), "large": made(scale=3.0)})
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+    assert texts_inside(figure).count("p") == 1
+    assert figures.comparison({"log": made(scalar="log_prob")}).axes[0].get_ylabel() == "log p (nats)"
+
+
+@pytest.mark.parametrize("token", [0, 3, 8, 11, 20])
+def test_a_comparison_draws_any_token_and_takes_its_title_as_it_is(token):
+    said = texts_inside(figures.comparison({"$x^{2$ <b>": made()}, token))
+    assert any(figures.drawable(ODD[token]) in text for text in said) and "$x^{2$ <b>" in said
+
+
+@pytest.mark.parametrize("given", [{}, [], None, "results"])
+def test_a_comparison_of_nothing_is_refused(given):
+    with pytest.raises(IGLensError, match="comparison: expected results by their titles, a dict"):
+        figures.comparison(given)
+    assert plt.get_fignums() == []
+
+
+def test_a_comparison_of_what_does_not_belong_on_one_axis_is_refused():
+    for other in (made(scalar="log_prob"), None):
+        with pytest.raises(IGLensError, match="one scalar"):
+            figures.comparison({"a": made(), "b": other})
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize("token", [-1, 21, "0", True])
+def test_a_comparison_of_a_token_that_is_not_there_is_refused(token):
+    with pytest.raises(IGLensError, match="comparison: expected a token of 0 … 20, got"):
+        figures.comparison({"a": made()}, token)
+
+
+def test_a_refused_comparison_leaves_no_figure_open():
+    with pytest.raises(IGLensError):
+        figures.comparison({"a": made(), "b": made(ODD[:3])}, 5)
+    assert plt.get_fignums() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waterfalls
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 6, 16, 17, 60])
+def test_a_waterfall_goes_from_the_baselines_level_to_the_last_by_its_credits(k):
+    result = made(k=k)
+    result.levels.add_(0.2)
+    figure = figures.waterfall(result, 5)
+    assert plt.get_fignums() == [figure.number]
+    ax = figure.axes[0]
+    steps, ends = ([(bar.get_y(), bar.get_height()) for bar in bars] for bars in ax.containers)
+    np.testing.assert_allclose(steps, np.stack([result.levels[5, :-1], result.credits[5]], 1), atol=1e-6)
+    np.testing.assert_allclose(ends, [(0, result.levels[5, 0]), (0, result.levels[5, -1])], atol=1e-6)
+    said = texts_inside(figure)
+    assert "base" in said and "end" in said and str(k) in said
+    apart(figure, beside(figure))
+
+
+def test_a_waterfalls_steps_are_blue_up_and_orange_down():
+    result = made()
+    colours = [
+        plt.matplotlib.colors.to_hex(bar.get_facecolor()) for bar in figures.waterfall(result, 5).axes[0].patches
+    ]
+    expected = [figures.COLOURS[0] if credit >= 0 else figures.COLOURS[1] for credit in result.credits[5]]
+    assert colours[: len(expected)] == [colour.lower() for colour in expected]
+    assert len(set(expected)) == 2
+
+
+@pytest.mark.parametrize("k", [3, 16])
+def test_a_waterfall_says_its_credits_with_their_signs(k):
+    result = made(k=k)
+    result.credits[5, 0] = -0.001
+    texts = [text.get_text() for text in figures.waterfall(result, 5).axes[0].texts]
+    for text, credit in zip(texts, result.credits[5].tolist(), strict=True):
+        assert float(text.replace("−", "-")) == pytest.approx(credit, abs=0.00501)
+        assert text == "0" or text[0] == ("+" if credit > 0 else "−")
+    assert texts[0] == "0"  # neither +0.00 nor −0.00
+
+
+def test_a_waterfall_of_many_layers_has_no_numbers_to_lie_on_each_other():
+    assert len(figures.waterfall(made(k=17)).axes[0].texts) == 0
+
+
+@pytest.mark.parametrize("scalar", ["log_prob", "entropy", ("logit", 5, 7)])
+def test_a_waterfall_of_other_scalars_names_them_and_keeps_its_numbers_apart(scalar):
+    figure = figures.waterfall(made(k=16, scalar=scalar, scale=30.0), 3)
+    said = texts_inside(figure)
+    assert figures.scalar_name(scalar) in said and "p" not in said
+    apart(figure, beside(figure))
+
+
+def test_a_waterfall_shows_where_credits_do_not_sum_to_the_whole():
+    result = made()
+    result.credits.copy_(result.credits.abs())  # credits without signs reach elsewhere
+    ax = figures.waterfall(result, 5).axes[0]
+    last = ax.containers[0][-1]
+    assert last.get_y() + last.get_height() == pytest.approx(float(result.credits[5].sum()), abs=1e-6)
+    assert ax.containers[1][-1].get_height() == pytest.approx(float(result.levels[5, -1]))
+    assert float(result.credits[5].sum() - result.levels[5, -1]) > 0.1
+
+
+@pytest.mark.parametrize("token", [0, 3, 8, 11, 20])
+def test_a_waterfall_draws_any_token(token):
+    assert any(figures.drawable(ODD[token]) in text for text in texts_inside(figures.waterfall(made(), token)))
+
+
+def test_a_waterfall_of_a_token_that_nothing_happened_to_is_flat():
+    figure = figures.waterfall(made(scale=0.0))
+    assert texts_inside(figure).count("0") >= 6  # beside those of the axes
+
+
+@pytest.mark.parametrize("token", [-1, 21, "0", 1.0, True, None])
+def test_a_waterfall_of_a_token_that_is_not_there_is_refused(token):
+    with pytest.raises(IGLensError, match="waterfall: expected a token of 0 … 20, got"):
+        figures.waterfall(made(), token)
+    assert plt.get_fignums() == []
+
+
+def test_a_waterfall_of_no_result_is_refused():
+    with pytest.raises(IGLensError, match="expected Attributions"):
+        figures.waterfall({"a": made()})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The plane
+# ---------------------------------------------------------------------------------------------------------------------
+
+ROWS = torch.tensor([[0.0, 2.0], [-1.7, -1.0], [1.7, -1.0]], dtype=torch.float64)
+WALK = torch.tensor([[-1.4, -1.2], [-0.6, 0.34], [-2.2, 1.25], [0.4, 1.6]], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no norm", "norm"])
+def readout(request):
+    return Readout(toy.walking(WALK, ROWS, norm=request.param))
+
+
+def quiver(ax):
+    return next(one for one in ax.collections if isinstance(one, plt.matplotlib.quiver.Quiver))
+
+
+@pytest.mark.parametrize("target", [0, 2])
+def test_the_plane_shows_the_probability_and_its_gradient_everywhere(readout, target):
+    figure = figures.plane(readout, {"path": WALK}, target)
+    assert plt.get_fignums() == [figure.number]
+    ax, field = figure.axes[0], quiver(figure.axes[0])
+    places = torch.from_numpy(np.asarray(field.get_offsets()))
+    slope = theory.gradients(readout, places, target)
+    np.testing.assert_allclose(np.stack([field.U, field.V], 1), slope.numpy(), atol=1e-12)
+    assert np.isfinite(slope.numpy()).all() and len(places) > 80
+    mesh = next(one for one in ax.collections if isinstance(one, plt.matplotlib.contour.QuadContourSet))
+    assert mesh.levels[[0, -1]].tolist() == [0, 1]
+    assert mesh.cmap.name == "cividis"
+    for low, high, path in zip(mesh.levels, mesh.levels[1:], mesh.get_paths(), strict=False):
+        for x, y in path.vertices[:: max(1, len(path.vertices) // 20)]:  # between two levels, up to the grid
+            p = float(readout.prob(torch.tensor([[x, y]], dtype=torch.float64), target).detach())
+            assert low - 0.03 <= p <= high + 0.03 or abs(x) + abs(y) < 0.1  # where a norm's contours meet
+
+
+def test_the_plane_draws_a_path_as_numbered_points_inside_the_figure(readout):
+    figure = figures.plane(readout, {"path": WALK})
+    said = texts_inside(figure)
+    ax = figure.axes[0]
+    numbers = {text.get_text(): text for text in ax.texts if text.get_text()}
+    assert list(numbers) == ["0", "1", "2", "3"] and {"0", "3", "level: p", "first coordinate of h"} <= set(said)
+    for i, point in enumerate(WALK.tolist()):
+        assert list(numbers[str(i)].get_position()) == point
+    arrows = [text for text in ax.texts if not text.get_text()]
+    assert len(arrows) == 3
+    apart(figure, beside(figure))
+
+
+def test_points_of_the_plane_have_the_names_that_they_are_given(readout):
+    figure = figures.plane(readout, {"path": WALK[:2]}, names=("zero", "h"))
+    assert [text.get_text() for text in figure.axes[0].texts if text.get_text()] == ["zero", "h"]
+
+
+def test_curves_on_the_plane_are_lines_told_apart_and_named_in_a_legend(readout):
+    curves = theory.curves(WALK[0], WALK[3])
+    figure = figures.plane(readout, curves, arrows=False)
+    ax = figure.axes[0]
+    lines = {line.get_label(): line for line in ax.lines if not line.get_label().startswith("_")}
+    assert list(lines) == list(curves)
+    for name, curve in curves.items():
+        np.testing.assert_array_equal(lines[name].get_xydata(), curve.numpy())
+    assert len({line.get_linestyle() for line in lines.values()}) == 3
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(curves)
+    texts_inside(figure)
+    apart(figure, drawn(figure))
+
+
+@pytest.mark.parametrize("form", ["png", "svg", "pdf"])
+def test_the_plane_is_drawn_in_any_format(form):
+    flat = Readout(toy.walking(WALK, ROWS))
+    assert len(bytes_of(figures.plane(flat, {"path": WALK}), form)) > 5000
+
+
+def test_the_plane_is_square_and_reaches_as_far_as_it_is_told():
+    flat = Readout(toy.walking(WALK, ROWS))
+    ax = figures.plane(flat, {"path": WALK}, reach=4.0).axes[0]
+    assert ax.get_xlim() == ax.get_ylim() == (-4.0, 4.0) and ax.get_aspect() == 1
+
+
+def test_the_plane_cuts_what_lies_outside():
+    flat = Readout(toy.walking(WALK, ROWS))
+    texts_inside(figures.plane(flat, {"far": torch.tensor([[0.0, 0.0], [9.0, 9.0]]).double()}))
+
+
+def test_a_readout_of_another_width_and_paths_of_other_shapes_are_refused():
+    flat, wide = Readout(toy.walking(WALK, ROWS)), Readout(toy.llama(26, 64, 2, seed=0))
+    with pytest.raises(IGLensError, match=r"plane: expected a readout of width d = 2 and paths \[P, 2\], got d = 64"):
+        figures.plane(wide, {"path": WALK})
+    for path in (torch.zeros(3, 3), torch.zeros(2), torch.zeros(3, 1, 2)):
+        with pytest.raises(IGLensError, match=r"plane: expected .* paths \[P, 2\], got d = 2, \[\[4, 2\], \["):
+            figures.plane(flat, {"path": WALK, "other": path})
+    assert plt.get_fignums() == []
+
+
+def test_a_refused_plane_leaves_no_figure_open():
+    with pytest.raises(IGLensError, match="0 … 2, got"):
+        figures.plane(Readout(toy.walking(WALK, ROWS)), {"path": WALK}, target=3)
+    assert plt.get_fignums() == []

@@ -21,12 +21,19 @@ def block(model, layer: int):
 def skipped(model, layer: int):
     """Inside, block `layer` passes the residual stream on unchanged, at all positions; also undone on an error."""
 
-    def hook(module, args, kwargs, output):
-        states = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return (states, *output[1:]) if isinstance(output, (tuple, list)) else states
+    given = []
 
-    handle = block(model, layer).register_forward_hook(hook, with_kwargs=True)
+    def before(module, args, kwargs):
+        states = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        given[:] = [states.clone()]  # a block may write into its input
+
+    def after(module, args, output):
+        return (given.pop(), *output[1:]) if isinstance(output, (tuple, list)) else given.pop()
+
+    one = block(model, layer)
+    handles = [one.register_forward_pre_hook(before, with_kwargs=True), one.register_forward_hook(after)]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

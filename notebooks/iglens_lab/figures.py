@@ -213,10 +213,12 @@ def comparison(results: dict[str, Attribution], token: int = 0) -> Figure:
     if not isinstance(results, dict) or not results:
         raise IGLensError(f"comparison: expected results by their titles, a dict, got {type(results).__name__}")
     alike = _alike(*results.values())
+    for one in alike:
+        _token(one, token, "comparison")
     width = sum(max(3.6, 1.5 + 0.27 * min(len(one.layers), 40)) for one in alike)
     figure, axes = plt.subplots(1, len(alike), figsize=(width, 3.4), layout="constrained", sharey=True, squeeze=False)
     for ax, title, one in zip(axes[0], results, alike, strict=True):
-        _trajectory(ax, [one], _token(one, token, "comparison"), onset=False)
+        _trajectory(ax, [one], token, onset=False)
         _write([ax.set_title(title, fontsize=10)])
     for ax in axes[0, 1:]:
         ax.set_ylabel("")
@@ -266,16 +268,16 @@ def plane(
     if readout.d != 2 or not all(path.ndim == 2 and path.shape[1] == 2 for path in paths.values()):
         shapes = [list(path.shape) for path in paths.values()]
         raise IGLensError(f"plane: expected a readout of width d = 2 and paths [P, 2], got d = {readout.d}, {shapes}")
-    figure, ax = plt.subplots(figsize=(6.4, 5.2), layout="constrained")
     side = torch.linspace(-reach, reach, 201, dtype=torch.float64)
     x, y = torch.meshgrid(side, side, indexing="xy")
     with torch.no_grad():
         p = readout.prob(torch.stack([x.flatten(), y.flatten()], 1), target).view_as(x)
-    mesh = ax.contourf(x, y, p, levels=np.linspace(0, 1, 21), cmap="cividis")
-    figure.colorbar(mesh, ax=ax, label="level: p", ticks=np.linspace(0, 1, 6))
     some = torch.stack([part[10::18, 10::18].flatten() for part in (x, y)], 1)
     some = some[some.norm(dim=1) > 0.15 * reach]  # at the origin of a norm the gradient has no bounds
     slope = theory.gradients(readout, some, target).numpy()
+    figure, ax = plt.subplots(figsize=(6.4, 5.2), layout="constrained")
+    mesh = ax.contourf(x, y, p, levels=np.linspace(0, 1, 21), cmap="cividis")
+    figure.colorbar(mesh, ax=ax, label="level: p", ticks=np.linspace(0, 1, 6))
     ax.quiver(*some.T.numpy(), *slope.T, color="white", alpha=0.7, width=0.003, scale=18)
     for i, (name, path) in enumerate(paths.items()):
         points, style = path.detach().numpy(), ("-", "--", ":")[i % 3]
@@ -284,6 +286,8 @@ def plane(
                 line = {"arrowstyle": "-|>", "color": "white", "lw": 2.2, "shrinkB": 8, "path_effects": OUTLINED}
                 ax.annotate("", b, a, arrowprops=line)
             for j, point in enumerate(points):
+                if np.abs(point).max() > reach:
+                    continue
                 ax.plot(*point, "o", ms=15, color="white", mec="black", zorder=4)
                 ax.text(*point, names[j] if names else str(j), ha="center", va="center", fontsize=9, zorder=5)
         else:

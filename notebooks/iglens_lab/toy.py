@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -140,8 +140,10 @@ def random_model(blocks: int = 6, seed: int = 0, quiet: bool = False) -> LlamaFo
 
 def _step(model: LlamaForCausalLM, h: Tensor, token: str, logit: float) -> Tensor:
     """[d], what has to be added to the state h [d] along the token's direction so that its logit becomes this one."""
-    (one,) = ids(token)
-    row = model.lm_head.weight[one] * model.model.norm.weight
+    one = ids(token)
+    if len(one) != 1:
+        raise IGLensError(f"token: expected one character, got {token!r}")
+    row = model.lm_head.weight[int(one)] * model.model.norm.weight
     top, u = float(row.norm()) * len(h) ** 0.5, row / row.norm()
     if not abs(logit) < top:
         raise IGLensError(f"logit of {token!r}: expected one between −{top:.0f} and {top:.0f}, got {logit}")
@@ -264,7 +266,9 @@ def train(seed: int = 0, steps: int = 1500) -> LlamaForCausalLM:
     model = llama(LETTERS, 64, 2, seed).train()
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    warm = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps, pct_start=0.05)
+    warm = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, 3e-3, total_steps=steps, pct_start=min(1.0, max(0.05, 2 / steps))
+    )
     for _ in tqdm(range(steps), desc="training"):
         tokens, certain = sequences(64, generator)
         logits = model(input_ids=tokens).logits[:, :-1]
@@ -279,8 +283,11 @@ def train(seed: int = 0, steps: int = 1500) -> LlamaForCausalLM:
 def store(model: LlamaForCausalLM, path: Path = INDUCTION) -> None:
     """Write the model with its configuration to a safetensors file, which appears whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_bytes(save(model.state_dict(), {"config": json.dumps(model.config.to_diff_dict())}))
-    os.replace(part, path)
+    try:
+        part.write_bytes(save(model.state_dict(), {"config": json.dumps(model.config.to_diff_dict())}))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def induction(path: Path = INDUCTION) -> LlamaForCausalLM:
@@ -291,7 +298,7 @@ def induction(path: Path = INDUCTION) -> LlamaForCausalLM:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         model = LlamaForCausalLM(config)
         model.load_state_dict(weights)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a foreign file may fail in any of these steps
         raise IGLensError(f"{path} does not hold the toy ({error}); make it: python -m iglens_lab.toy") from error
     return model.eval()
 
