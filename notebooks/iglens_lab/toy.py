@@ -266,9 +266,7 @@ def train(seed: int = 0, steps: int = 1500) -> LlamaForCausalLM:
     model = llama(LETTERS, 64, 2, seed).train()
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    warm = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, 3e-3, total_steps=steps, pct_start=min(1.0, max(0.05, 2 / steps))
-    )
+    warm = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=max(steps, 40), pct_start=0.05)
     for _ in tqdm(range(steps), desc="training"):
         tokens, certain = sequences(64, generator)
         logits = model(input_ids=tokens).logits[:, :-1]
