@@ -292,6 +292,20 @@ def test_a_finder_that_no_row_reads_has_no_credit_though_the_answer_needs_it(fin
     assert writes(model)[finder - 1, -1].norm() > 1
 
 
+@pytest.mark.parametrize("logit", [24.0, 5.0, -8.0])
+@pytest.mark.parametrize(
+    ("layer", "near", "make"),
+    [(4, 0.05, lambda logit: toy.moved(4, logit)),  # the block's own MLP writes after its attention
+     (6, 0.05, lambda logit: toy.moved(6, logit, quiet=True)), (3, 1e-4, lambda logit: toy.relayed(1, 3, logit)),
+     (6, 1e-4, lambda logit: toy.relayed(2, 6, logit, quiet=True, seed=1))],
+    ids=["mover", "quiet mover", "relay", "quiet relay"],
+)  # fmt: skip
+def test_what_is_moved_or_relayed_has_the_logit_that_was_asked_for(layer, near, make, logit):
+    model = make(logit)
+    state = tiny.stream(model, toy.ids(toy.PROMPT))[layer, -1]
+    assert float(tiny.oracle(model, state[None])[0, Y]) == pytest.approx(logit, rel=near)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Walking a path
 # ---------------------------------------------------------------------------------------------------------------------
