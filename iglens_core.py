@@ -941,6 +941,9 @@ def attribute(
     fits = trace.stream.shape[::2] == (readout.n + 1, readout.d)
     expected = f"a stream [{readout.n + 1}, S, {readout.d}] of the readout's model"
     _require(fits, f"trace: expected {expected}, got {_shape(trace.stream)}")
+    suits = getattr(translators, "suits", None)
+    if suits is not None:  # fitted translators know their model, and refuse another
+        suits(readout.model)
     _options(estimator, steps)
     scalar = _scalar(scalar, readout.V, trace.tokenizer)
     if trace.logits is not None:  # at every entry of the vocabulary, whatever the targets

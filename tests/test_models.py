@@ -271,9 +271,9 @@ def test_unwritable_cache(tmp_path, monkeypatch):
 
 def test_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("IGLENS_CACHE", str(tmp_path))
-    assert models._cache() == tmp_path
+    assert models.cache_folder() == tmp_path
     monkeypatch.delenv("IGLENS_CACHE")
-    assert models._cache() == Path(__file__).resolve().parents[1] / ".cache"
+    assert models.cache_folder() == Path(__file__).resolve().parents[1] / ".cache"
     elsewhere = tmp_path / "lib" / "site-packages" / "iglens_lab" / "models.py"  # installed, not in place
     elsewhere.parent.mkdir(parents=True)
     shutil.copy(models.__file__, elsewhere)

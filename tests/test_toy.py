@@ -570,7 +570,8 @@ SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "nu
 
 @pytest.mark.parametrize(
     "metadata",
-    [None, {"other": "1"}, {"config": "no json"}, {"config": "[]"}, {"config": "null"}, {"config": json.dumps(SMALL)},
+    [None, {"other": "1"}, {"config": "no json"}, {"config": "{}"}, {"config": "[]"}, {"config": "null"},
+     {"config": json.dumps(SMALL)},
      {"config": json.dumps(SMALL | {"num_attention_heads": 0})},
      {"config": json.dumps(SMALL | {"hidden_size": "x"})},
      {"config": json.dumps(SMALL | {"hidden_size": 9})}],

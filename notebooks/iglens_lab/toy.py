@@ -188,50 +188,80 @@ def planted(*writes: tuple[int, str, float], silent: Iterable[int] = (), **optio
     return model
 
 
-@torch.no_grad()
-def moved(layer: int, logit: float = 24.0, **options) -> LlamaForCausalLM:
-    """A random model whose block `layer` moves the answer by attention from wherever the source token stands.
+def _attend(model: LlamaForCausalLM, layer: int, mark: Tensor) -> tuple[Tensor, nn.Linear, Tensor]:
+    """Make head 0 of the block read the mark at all positions alike, into its first channel, which writes nothing yet.
 
-    The source token's embedding alone has the source direction. The block's head 0 attends to all positions alike, its
-    value reads that direction and its output is the answer's. options: see random_model.
+    Only the source token's embedding gets the mark. Returns the residual stream at the prompt's end [n + 1, d], the
+    projection whose column 0 the channel is, and the channel's value there.
     """
-    model = random_model(**options)
-    source = _free(D, options.get("seed", 0))[2]
-    model.model.embed_tokens.weight[ALPHABET.index(SOURCE)] += 2 * D**0.5 * source
+    model.model.embed_tokens.weight[ALPHABET.index(SOURCE)] += 2 * D**0.5 * mark
     attention, norm = block(model, layer).self_attn, block(model, layer).input_layernorm
     width = D // model.config.num_attention_heads
     attention.q_proj.weight[:width] = 0  # scores of 0: uniform attention
     attention.v_proj.weight[:width] = 0
-    attention.v_proj.weight[0] = source / norm.weight
+    attention.v_proj.weight[0] = mark / norm.weight
     attention.o_proj.weight[:, 0] = 0
     stream, mixed = _seen(attention.o_proj, model, ids(PROMPT))
-    attention.o_proj.weight[:, 0] = _step(model, stream[layer], ANSWER, logit) / mixed[0]
+    return stream, attention.o_proj, mixed[0]
+
+
+def _speak(model: LlamaForCausalLM, layer: int, mark: Tensor, logit: float) -> None:
+    """Make one neuron of the block read the mark and write the answer's direction."""
+    mlp, norm = block(model, layer).mlp, block(model, layer).post_attention_layernorm
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight[0] = mark / norm.weight
+    mlp.down_proj.weight[:, 0] = 0
+    stream, active = _seen(mlp.down_proj, model, ids(PROMPT))
+    mlp.down_proj.weight[:, 0] = _step(model, stream[layer], ANSWER, logit) / active[0]
+
+
+def _marked(options: dict) -> Tensor:
+    """[d], the third free direction, that no head row reads."""
+    return _free(D, options.get("seed", 0))[2]
+
+
+def _ordered(model: LlamaForCausalLM, finder: int, speaker: int) -> None:
+    if block(model, finder) is block(model, speaker) or finder > speaker:
+        raise IGLensError(f"expected the finder before the speaker, got blocks {finder} and {speaker}")
+
+
+@torch.no_grad()
+def moved(layer: int, logit: float = 24.0, **options) -> LlamaForCausalLM:
+    """A random model whose block `layer` moves the answer by attention from wherever the source token stands.
+
+    The source token's embedding alone has a mark, which no head row reads. The block's head 0 attends to all positions
+    alike, its value reads the mark and its output is the answer's direction. The logit is met within a few per cent:
+    the block's own MLP still writes after it. options: see random_model.
+    """
+    model = random_model(**options)
+    stream, output, value = _attend(model, layer, _marked(options))
+    output.weight[:, 0] = _step(model, stream[layer], ANSWER, logit) / value
     return model
 
 
 @torch.no_grad()
 def relayed(finder: int, speaker: int, logit: float = 24.0, **options) -> LlamaForCausalLM:
-    """A random model whose block `finder` writes what no head row reads, and `speaker` turns it into the answer.
+    """A random model whose block `finder` writes a mark that no head row reads, and `speaker` makes it the answer.
 
-    The finder's write is of rank one; one neuron of the speaker reads its direction. options: see random_model.
+    The finder's write is of rank one; one neuron of the speaker reads the mark. options: see random_model.
     """
-    model = random_model(**options)
-    finding, mlp, norm = (
-        block(model, finder).mlp,
-        block(model, speaker).mlp,
-        block(model, speaker).post_attention_layernorm,
-    )
-    if not finder < speaker:
-        raise IGLensError(f"expected the finder before the speaker, got blocks {finder} and {speaker}")
-    hidden = _free(D, options.get("seed", 0))[2]
-    down = finding.down_proj
+    model, mark = random_model(**options), _marked(options)
+    down = block(model, finder).mlp.down_proj
+    _ordered(model, finder, speaker)
     stream, active = _seen(down, model, ids(PROMPT))
-    down.weight += torch.outer(hidden, active) * stream[finder].norm() / 2 / (active @ active)
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        linear.weight[0] = hidden / norm.weight
-    mlp.down_proj.weight[:, 0] = 0
-    stream, active = _seen(mlp.down_proj, model, ids(PROMPT))
-    mlp.down_proj.weight[:, 0] = _step(model, stream[speaker], ANSWER, logit) / active[0]
+    down.weight += torch.outer(mark, active) * stream[finder].norm() / 2 / (active @ active)
+    _speak(model, speaker, mark, logit)
+    return model
+
+
+@torch.no_grad()
+def fetched(finder: int, speaker: int, logit: float = 24.0, **options) -> LlamaForCausalLM:
+    """As relayed, but block `finder` fetches the mark by attention from wherever the source token stands."""
+    model, mark = random_model(**options), _marked(options)
+    _ordered(model, finder, speaker)
+    stream, output, value = _attend(model, finder, mark)
+    output.weight[:, 0] = mark * stream[finder].norm() / 2 / value
+    _speak(model, speaker, mark, logit)
     return model
 
 
@@ -293,7 +323,12 @@ def induction(path: Path = INDUCTION) -> LlamaForCausalLM:
     try:
         with safe_open(path, "pt") as file:
             config = LlamaConfig(attn_implementation="eager", **json.loads(file.metadata()["config"]))
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            with torch.device("meta"):  # before anything is allocated: a foreign configuration may ask for gigabytes
+                wanted = {name: list(value.shape) for name, value in LlamaForCausalLM(config).state_dict().items()}
+            if shapes != wanted:
+                raise ValueError("its weights do not fit its configuration")
+            weights = {name: file.get_tensor(name) for name in shapes}
         model = LlamaForCausalLM(config)
         model.load_state_dict(weights)
     except Exception as error:  # a foreign file may fail in any of these steps

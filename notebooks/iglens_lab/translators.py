@@ -1,0 +1,308 @@
+"""Affine translators: maps that make an earlier state readable by the one head, fitted in closed form.
+
+A translator of layer L maps h_L to a least-squares estimate of h_n, the state after the last block, as in Din et al.,
+Jump to Conclusions (arXiv 2303.09435); the tuned lens (Belrose et al. 2023, arXiv 2303.08112) learns such maps by
+gradient descent. That of layer n is the identity, so a path through translated states still ends at the model's own
+state, and its credits still sum exactly to Δp. Shapes as in iglens_core: n blocks, d width, k chosen layers, T tokens.
+
+    python -m iglens_lab.translators        generates the text and compares the alternatives anew, about 15 minutes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from iglens_core import IGLensError, Readout, residual_stream
+from iglens_lab.models import cache_folder
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+TEXT = DATA / "translator_text.json"
+RIDGE = 0.01  # see notebooks/05_translated_path.ipynb for the alternatives
+WINDOW = 256  # tokens of a text that are read at a time
+
+
+def fingerprint(model) -> str:
+    """What tells two models apart: a sample of every weight, rounded to bfloat16 so that the dtype does not matter."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        flat = weight.detach().reshape(-1)
+        some = flat[:: max(1, len(flat) // 16)].cpu().to(torch.bfloat16)  # from every part of it
+        digest.update(some.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Translators:
+    """One affine map for each layer below n: h_L becomes h_L + maps[L] h_L + shifts[L].
+
+    maps: [n, d, d]. shifts: [n, d]. model: fingerprint of the model they were fitted on. tokens: the number of states
+    they were fitted on. ridge: its strength; inf for the shifts alone. Give them to iglens_core.attribute or explain.
+    """
+
+    maps: Tensor
+    shifts: Tensor
+    model: str
+    tokens: int
+    ridge: float
+
+    def __call__(self, states: Tensor, layers: Iterable[int]) -> Tensor:
+        """What the head is to read: states [k, T, d] of the layers -> [k, T, d]; those of layer n as they are."""
+        n, d = self.shifts.shape
+        layers = tuple(layers)
+        if states.shape[::2] != (len(layers), d) or not all(0 <= layer <= n for layer in layers):
+            expected = f"states [{len(layers)}, T, {d}] of layers within 0 … {n}"
+            raise IGLensError(f"translators: expected {expected}, got {list(states.shape)} of {layers}")
+        made = states.clone()
+        wide = torch.promote_types(states.dtype, torch.float32)
+        for row, layer in enumerate(layers):
+            if layer < n:
+                h, linear, shift = states[row].to(wide), self.maps[layer], self.shifts[layer]
+                made[row] = (h + h @ linear.to(h).T + shift.to(h)).to(states.dtype)
+        return made
+
+    def suits(self, model) -> None:
+        """Raises IGLensError where the model is not the one they were fitted on."""
+        n, d = self.shifts.shape
+        if fingerprint(model) != self.model:
+            raise IGLensError(
+                f"translators: fitted on another model (n = {n} blocks, d = {d}) or on other weights than this "
+                f"{type(model).__name__} has; fit them anew: iglens_lab.translators.fit"
+            )
+
+    def save(self, path) -> None:
+        """Write to a safetensors file, which appears whole or not at all."""
+        path = Path(path)
+        if not path.parent.is_dir():
+            raise IGLensError(f"save: the folder {path.parent} does not exist; make it first")
+        labels = {"model": self.model, "tokens": self.tokens, "ridge": self.ridge}
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(save({"maps": self.maps, "shifts": self.shifts}, {"translators": json.dumps(labels)}))
+            os.replace(part, path)
+        except OSError as error:
+            raise IGLensError(f"save: cannot write {path}: {error}; choose another place") from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path) -> Translators:
+        """Read what save() wrote. Raises IGLensError where the file is not such a one."""
+        try:
+            with safe_open(Path(path), "pt") as file:
+                labels = json.loads(file.metadata()["translators"])
+                maps, shifts = file.get_tensor("maps"), file.get_tensor("shifts")
+            n, d = shifts.shape
+            if maps.shape != (n, d, d) or not (torch.isfinite(maps).all() and torch.isfinite(shifts).all()):
+                raise ValueError(
+                    f"its maps {list(maps.shape)} do not fit its shifts {list(shifts.shape)}, or not finite"
+                )
+            return Translators(maps, shifts, **labels)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise IGLensError(f"load: {path} is not a file written by Translators.save ({error})") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """What the fit needs to know of a text, whatever its length: float64 means and products of the states.
+
+    gram[L] = mean of h_L h_Lᵀ [n + 1, d, d], cross[L] = mean of h_L h_nᵀ [n + 1, d, d], mean [n + 1, d].
+    """
+
+    gram: Tensor
+    cross: Tensor
+    mean: Tensor
+    model: str
+    tokens: int
+
+    def solve(self, ridge: float = RIDGE, rank: int | None = None) -> Translators:
+        """Least squares of h_n − h_L on h_L, for all layers. ridge: its penalty, in units of the mean variance of h_L's
+        coordinates; inf leaves the shift alone. rank: of the maps, None for full (reduced-rank regression)."""
+        n, d = len(self.mean) - 1, self.mean.shape[1]
+        number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
+        if not (number and ridge >= 0):
+            raise IGLensError(f"ridge: expected a number, at least 0, got {ridge!r}")
+        if rank is not None and not (type(rank) is int and 1 <= rank <= d):
+            raise IGLensError(f"rank: expected None or a whole number of 1 … {d}, got {rank!r}")
+        maps, shifts = torch.zeros(n, d, d), torch.zeros(n, d)
+        for layer in range(n):
+            x, y = self.mean[layer], self.mean[n] - self.mean[layer]
+            linear = torch.zeros(d, d, dtype=torch.float64)  # [d, d], applied as h @ linear
+            if ridge < float("inf"):
+                gram = self.gram[layer] - torch.outer(x, x)
+                cross = self.cross[layer] - self.gram[layer] - torch.outer(x, y)
+                # a hair more than 0, so that directions in which nothing varies have a solution
+                damped = gram + (ridge + 1e-12) * gram.diagonal().mean() * torch.eye(d, dtype=torch.float64)
+                linear = torch.linalg.solve(damped, cross)
+                if rank is not None:
+                    root = torch.linalg.cholesky(damped)
+                    main = torch.linalg.svd(root.T @ linear, full_matrices=False)[2][:rank]
+                    linear = linear @ main.T @ main
+            maps[layer], shifts[layer] = linear.T, y - x @ linear
+        return Translators(maps, shifts, self.model, self.tokens, float(ridge))
+
+
+def moments(model, tokenizer, texts: Iterable[str]) -> Moments:
+    """One pass over the texts, with a progress bar; memory does not grow with their length.
+
+    A text's first position is left out: its state is that of the attention sink, far longer than all others.
+    Raises IGLensError on too little text (fewer positions than the model's width) and where states are not finite.
+    """
+    if isinstance(texts, (str, bytes)) or not isinstance(texts, Iterable):
+        raise IGLensError(f"texts: expected a list of texts, got {str(texts)[:60]!r}")
+    gram = cross = mean = None
+    tokens = 0
+    for text in tqdm(list(texts), desc="fitting translators"):
+        if not isinstance(text, str):
+            raise IGLensError(f"texts: expected texts, got {str(text)[:60]!r}")
+        ids = torch.tensor(_ids(tokenizer, text))
+        for window in ids.split(WINDOW):
+            if len(window) < 2:
+                continue
+            states = residual_stream(model, window)[:, 1:].cpu().double()  # [n + 1, S − 1, d]
+            parts = states.mT @ states, states.mT @ states[-1], states.sum(1)
+            gram, cross, mean = parts if mean is None else map(torch.add, (gram, cross, mean), parts)
+            tokens += states.shape[1]
+    d = 0 if mean is None else mean.shape[1]
+    if tokens <= d or not tokens:
+        raise IGLensError(
+            f"texts: expected more than {d or 'the width of the model in'} positions, got {tokens}; add text"
+        )
+    return Moments(gram / tokens, cross / tokens, mean / tokens, fingerprint(model), tokens)
+
+
+def _ids(tokenizer, text: str) -> list[int]:
+    """The ids of a text; special tokens are added unless the text is written with its own (a chat's)."""
+    own = text.startswith(tuple(tokenizer.all_special_tokens or ())) if tokenizer.all_special_tokens else False
+    return tokenizer(text, add_special_tokens=not own)["input_ids"]
+
+
+def fit(model, tokenizer, texts: Iterable[str], *, ridge: float = RIDGE) -> Translators:
+    """Translators of a model, fitted on the texts in closed form; see moments and Moments.solve."""
+    return moments(model, tokenizer, texts).solve(ridge)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How well the head reads what the translators make
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sample(model, tokenizer, texts: Iterable[str], count: int = 150) -> tuple[Tensor, Tensor]:
+    """States [n + 1, R, d] at R = count positions spread over the texts, without each one's first, and next ids [R]."""
+    states, following = [], []
+    for text in texts:
+        ids = torch.tensor(_ids(tokenizer, text))[:WINDOW]
+        states.append(residual_stream(model, ids)[:, 1:-1].cpu())
+        following.append(ids[2:])
+    states, following = torch.cat(states, 1), torch.cat(following)
+    some = torch.linspace(0, len(following) - 1, min(count, len(following))).round().long()
+    return states[:, some], following[some]
+
+
+def reading(
+    readout: Readout, states: Tensor, following: Tensor, layers: Iterable[int], translators=None
+) -> pd.DataFrame:
+    """How well the head reads each layer's states [n + 1, R, d]; a row a layer, means over R.
+
+    kl: of the final distribution to the one that is read, in nats. cross_entropy: of the text's next ids [R], in nats.
+    top1: how often the most probable token is that of the final distribution.
+    """
+    rows = {}
+    with torch.no_grad():
+        final = _log_probs(readout, states[-1])
+        for layer in layers:
+            h = states[[layer]] if translators is None else translators(states[[layer]], (layer,))
+            read = _log_probs(readout, h[0])
+            rows[layer] = {
+                "kl": float((final.exp() * (final - read)).sum(-1).mean()),
+                "cross_entropy": float(-read.gather(1, following[:, None].to(read.device)).mean()),
+                "top1": float((read.argmax(-1) == final.argmax(-1)).float().mean()),
+            }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
+
+
+def _log_probs(readout: Readout, h: Tensor) -> Tensor:
+    logits = readout.logits(h)
+    return logits - logits.logsumexp(-1, keepdim=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The text and the comparison that come with the project
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def text() -> dict:
+    """ "fit", "held out" (texts that the default model wrote) and "public domain" (source -> text; held out too)."""
+    return json.loads(TEXT.read_text(encoding="utf-8"))
+
+
+def for_model(model, tokenizer) -> Translators:
+    """Translators fitted on the project's text, from the cache folder; fitted there once, in a minute or two."""
+    key = fingerprint(model) + hashlib.sha256(TEXT.read_bytes()).hexdigest() + str(RIDGE)
+    path = cache_folder() / f"translators-{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # a second process waits for the first one's
+        if not path.exists():
+            print(f"Fitting translators, once, in a minute or two; they are kept in\n{path}", file=sys.stderr)
+            fit(model, tokenizer, text()["fit"]).save(path)
+    return Translators.load(path)
+
+
+def write_text(model, tokenizer, tokens: int = 160) -> None:
+    """Let the model continue the openings at temperature 1; every fifth text is held out."""
+    known, made = text(), []
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": one}], add_generation_prompt=True, tokenize=False)
+        for one in known["openings"]["chat"]
+    ]
+    torch.manual_seed(0)
+    for some in (known["openings"]["plain"], chats):
+        batch = tokenizer(some, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        with torch.no_grad():
+            rows = model.generate(**batch, max_new_tokens=tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+        for row, mask in zip(rows.tolist(), batch["attention_mask"].tolist(), strict=True):
+            ids = row[len(mask) - sum(mask) :]
+            ends = [i for i in range(sum(mask), len(ids)) if ids[i] == tokenizer.eos_token_id]
+            made.append(tokenizer.decode(ids[: ends[0] + 1] if ends else ids))
+    known["fit"] = [one for i, one in enumerate(made) if i % 5 != 4]
+    known["held out"] = [one for i, one in enumerate(made) if i % 5 == 4]
+    TEXT.write_text(json.dumps(known, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def alternatives(model, tokenizer, layers=(5, 10, 15, 20, 25, 29)) -> pd.DataFrame:
+    """Held-out reading of the plain lens, of the shift alone, and of translators of several ridges, ranks and texts."""
+    known, readout = text(), Readout(model)
+    parts = {"generated": known["held out"], "public domain": list(known["public domain"].values())}
+    held = {name: sample(model, tokenizer, texts) for name, texts in parts.items()}
+    chat = [one.startswith("<|im_start|>") for one in known["fit"]]
+    plain_text = [one for one, flag in zip(known["fit"], chat, strict=True) if not flag]
+    chat_text = [one for one, flag in zip(known["fit"], chat, strict=True) if flag]
+    whole = moments(model, tokenizer, known["fit"])
+    variants = {("identity", ""): None, ("mean shift", ""): whole.solve(math.inf)}
+    variants |= {("ridge", f"{ridge:g}"): whole.solve(ridge) for ridge in (1e-6, 1e-4, 1e-2, 0.1, 1.0, 10.0)}
+    variants |= {("rank", str(rank)): whole.solve(rank=rank) for rank in (8, 32, 128)}
+    for share in (8, 4, 2):
+        some = moments(model, tokenizer, known["fit"][::share])
+        variants["text", f"{some.tokens} positions"] = some.solve()
+    for name, texts in (("plain only", plain_text), ("chat only", chat_text)):
+        variants["text", name] = moments(model, tokenizer, texts).solve()
+    found = []
+    for (kind, setting), translators in tqdm(variants.items(), desc="alternatives"):
+        for part, (states, following) in held.items():
+            frame = reading(readout, states, following, layers, translators).reset_index()
+            found.append(frame.assign(kind=kind, setting=setting, held_out=part, tokens=whole.tokens))
+    return pd.concat(found)[["kind", "setting", "held_out", "layer", "kl", "cross_entropy", "top1"]]
