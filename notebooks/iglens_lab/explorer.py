@@ -83,10 +83,11 @@ class Segment(_Drawn):
 class TokenLayers(_Drawn):
     """Choose a token and a range of layers, see its levels and credits.
 
-    options: those of iglens_core.attribute, except targets and layers.
+    translators: by their ridge; then the path can be switched between plain and translated. options: those of
+    iglens_core.attribute, except targets and layers.
     """
 
-    def __init__(self, readout: Readout, trace: Trace, token: int = 0, **options):
+    def __init__(self, readout: Readout, trace: Trace, token: int = 0, translators: dict | None = None, **options):
         if not isinstance(trace, Trace) or not isinstance(token, int) or not 0 <= token < len(trace.tokens):
             raise IGLensError(f"TokenLayers: expected a Trace and a row of it, got {type(trace).__name__}, {token!r}")
         if unknown := {"targets", "layers"} & set(options):
@@ -100,7 +101,10 @@ class TokenLayers(_Drawn):
         self.layers = widgets.IntRangeSlider(
             value=(lowest, readout.n), min=lowest, max=readout.n, description="layers", **SLIDER
         )
-        super().__init__([self.token, self.layers])
+        self._translators, ridges = translators or {}, sorted(translators or {})
+        self.path = widgets.ToggleButtons(options=["plain", "translated"], description="path")
+        self.ridge = widgets.SelectionSlider(options=ridges or [0], description="ridge", **SLIDER)
+        super().__init__([self.token, self.layers, *([self.path, self.ridge] if translators else [])])
 
     def _figure(self) -> tuple[Figure, str]:
         t, (low, high) = self.token.value, self.layers.value
@@ -109,6 +113,8 @@ class TokenLayers(_Drawn):
         options = dict(self._options)
         if getattr(options.get("baseline"), "ndim", 1) == 2:  # a row for each token
             options["baseline"] = options["baseline"][t : t + 1]
+        if self.path.value == "translated":
+            options["translators"] = self._translators[self.ridge.value]
         result = attribute(self._readout, replace(trace, **only), layers=range(low, high + 1), **options)
         figure = figures.trajectory(result, 0)
         figure.set_size_inches(9, 3.6)  # the same for any number of layers

@@ -215,7 +215,7 @@ def comparison(results: dict[str, Attribution], token: int = 0) -> Figure:
     alike = _alike(*results.values())
     for one in alike:
         _token(one, token, "comparison")
-    width = sum(max(3.6, 1.5 + 0.27 * min(len(one.layers), 40)) for one in alike)
+    width = sum(max(3.6, 1.5 + 0.15 * min(len(one.layers), 60)) for one in alike)
     figure, axes = plt.subplots(1, len(alike), figsize=(width, 3.4), layout="constrained", sharey=True, squeeze=False)
     for ax, title, one in zip(axes[0], results, alike, strict=True):
         _trajectory(ax, [one], token, onset=False)

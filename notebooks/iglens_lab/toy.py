@@ -116,10 +116,11 @@ def walking(path: Tensor, rows: Tensor, norm: bool = False) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def random_model(blocks: int = 6, seed: int = 0, quiet: bool = False) -> LlamaForCausalLM:
-    """A random Llama in which no block writes the answer's, the rival's or the source's direction.
+def random_model(blocks: int = 6, seed: int = 0, quiet: bool = False, silent: Iterable[int] = ()) -> LlamaForCausalLM:
+    """A random Llama in which no block writes the answer's, the rival's or the mark's direction.
 
-    quiet: the blocks do not write the other tokens' directions either, so that those have logits of exactly 0.
+    quiet: the blocks do not write the other tokens' directions either, so that those have logits of exactly 0. silent:
+    blocks that write nothing, the identity.
     """
     if type(blocks) is not int or blocks < 1:
         raise IGLensError(f"blocks: expected a whole number, at least 1, got {blocks!r}")
@@ -130,6 +131,9 @@ def random_model(blocks: int = 6, seed: int = 0, quiet: bool = False) -> LlamaFo
     for each in model.model.layers:
         for linear in (each.self_attn.o_proj, each.mlp.down_proj):
             linear.weight.copy_(2 * onto @ linear.weight)
+    for layer in silent:
+        for linear in (block(model, layer).self_attn.o_proj, block(model, layer).mlp.down_proj):
+            linear.weight.zero_()
     spoken = basis[FREE : FREE + LANGUAGE]
     rows = model.lm_head.weight @ spoken.T @ spoken
     for direction, token in enumerate((ANSWER, RIVAL)):
@@ -170,19 +174,16 @@ def plant(model: LlamaForCausalLM, layer: int, token: str, logit: float, prompt:
     down.weight += torch.outer(_step(model, stream[layer], token, logit), active) / (active @ active)
 
 
-def planted(*writes: tuple[int, str, float], silent: Iterable[int] = (), **options) -> LlamaForCausalLM:
+def planted(*writes: tuple[int, str, float], **options) -> LlamaForCausalLM:
     """A random model (options: see random_model) in which blocks write what they are told to, and no other does.
 
-    writes: (block, token, logit), one a block. silent: blocks that write nothing, the identity.
+    writes: (block, token, logit), one a block.
     """
-    model, silent = random_model(**options), tuple(silent)
-    busy = [*(write[0] for write in writes), *silent]
+    options["silent"] = tuple(options.get("silent", ()))
+    busy = [*(write[0] for write in writes), *options["silent"]]
     if len({*busy}) < len(busy):
         raise IGLensError(f"expected every block to be told one thing, got {busy}")
-    with torch.no_grad():
-        for layer in silent:
-            for linear in (block(model, layer).self_attn.o_proj, block(model, layer).mlp.down_proj):
-                linear.weight.zero_()
+    model = random_model(**options)
     for layer, token, logit in sorted(writes):  # in the order of the blocks: each sees what the ones before wrote
         plant(model, layer, token, logit)
     return model

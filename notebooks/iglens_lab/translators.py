@@ -5,11 +5,12 @@ Jump to Conclusions (arXiv 2303.09435); the tuned lens (Belrose et al. 2023, arX
 gradient descent. That of layer n is the identity, so a path through translated states still ends at the model's own
 state, and its credits still sum exactly to Δp. Shapes as in iglens_core: n blocks, d width, k chosen layers, T tokens.
 
-    python -m iglens_lab.translators        generates the text and compares the alternatives anew, about 15 minutes
+    python -m iglens_lab.translators        compares the alternatives on the default model, about 15 minutes
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import math
@@ -27,12 +28,13 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from iglens_core import IGLensError, Readout, residual_stream
-from iglens_lab.models import cache_folder
+from iglens_core import IGLensError, Readout, attribute, read, residual_stream
+from iglens_lab.models import cache_folder, load_model
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 TEXT = DATA / "translator_text.json"
 RIDGE = 0.01  # see notebooks/05_translated_path.ipynb for the alternatives
+RIDGES = (1e-4, RIDGE, 0.1, 1.0)  # kept in the cache, to choose from
 WINDOW = 256  # tokens of a text that are read at a time
 
 
@@ -156,7 +158,7 @@ class Moments:
         return Translators(maps, shifts, self.model, self.tokens, float(ridge))
 
 
-def moments(model, tokenizer, texts: Iterable[str]) -> Moments:
+def moments(model, tokenizer, texts: Iterable[str], *, progress: bool = True) -> Moments:
     """One pass over the texts, with a progress bar; memory does not grow with their length.
 
     A text's first position is left out: its state is that of the attention sink, far longer than all others.
@@ -166,7 +168,7 @@ def moments(model, tokenizer, texts: Iterable[str]) -> Moments:
         raise IGLensError(f"texts: expected a list of texts, got {str(texts)[:60]!r}")
     gram = cross = mean = None
     tokens = 0
-    for text in tqdm(list(texts), desc="fitting translators"):
+    for text in tqdm(list(texts), desc="fitting translators", disable=not progress):
         if not isinstance(text, str):
             raise IGLensError(f"texts: expected texts, got {str(text)[:60]!r}")
         ids = torch.tensor(_ids(tokenizer, text))
@@ -191,9 +193,9 @@ def _ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=not own)["input_ids"]
 
 
-def fit(model, tokenizer, texts: Iterable[str], *, ridge: float = RIDGE) -> Translators:
+def fit(model, tokenizer, texts: Iterable[str], *, ridge: float = RIDGE, progress: bool = True) -> Translators:
     """Translators of a model, fitted on the texts in closed form; see moments and Moments.solve."""
-    return moments(model, tokenizer, texts).solve(ridge)
+    return moments(model, tokenizer, texts, progress=progress).solve(ridge)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,16 +252,24 @@ def text() -> dict:
     return json.loads(TEXT.read_text(encoding="utf-8"))
 
 
-def for_model(model, tokenizer) -> Translators:
-    """Translators fitted on the project's text, from the cache folder; fitted there once, in a minute or two."""
-    key = fingerprint(model) + hashlib.sha256(TEXT.read_bytes()).hexdigest() + str(RIDGE)
-    path = cache_folder() / f"translators-{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # a second process waits for the first one's
-        if not path.exists():
-            print(f"Fitting translators, once, in a minute or two; they are kept in\n{path}", file=sys.stderr)
-            fit(model, tokenizer, text()["fit"]).save(path)
-    return Translators.load(path)
+def for_model(model, tokenizer, ridge: float = RIDGE) -> Translators:
+    """Translators fitted on the project's text, of one of the RIDGES, from the cache folder.
+
+    On first use they are fitted, all ridges from one pass over the text, which takes a minute or two.
+    """
+    if ridge not in RIDGES:
+        raise IGLensError(f"ridge: expected one of {', '.join(map(str, RIDGES))}, got {ridge!r}; for others use fit()")
+    key = hashlib.sha256(fingerprint(model).encode() + TEXT.read_bytes()).hexdigest()[:16]
+    folder = cache_folder()
+    paths = {one: folder / f"translators-{key}-{one:g}.safetensors" for one in RIDGES}
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"translators-{key}.lock"):  # a second process waits for the first one's
+        if not all(path.exists() for path in paths.values()):
+            print(f"Fitting translators, once, in a minute or two; they are kept in {folder}", file=sys.stderr)
+            found = moments(model, tokenizer, text()["fit"])
+            for one, path in paths.items():
+                found.solve(one).save(path)
+    return Translators.load(paths[ridge])
 
 
 def write_text(model, tokenizer, tokens: int = 160) -> None:
@@ -306,3 +316,65 @@ def alternatives(model, tokenizer, layers=(5, 10, 15, 20, 25, 29)) -> pd.DataFra
             frame = reading(readout, states, following, layers, translators).reset_index()
             found.append(frame.assign(kind=kind, setting=setting, held_out=part, tokens=whole.tokens))
     return pd.concat(found)[["kind", "setting", "held_out", "layer", "kl", "cross_entropy", "top1"]]
+
+
+def prompts(kinds: Iterable[str] | None = None) -> pd.DataFrame:
+    """The project's prompts: kind, language, prompt and the expected answer, text as it stands in the file."""
+    frame = pd.read_csv(DATA / "prompts.csv", dtype=str, keep_default_na=False)
+    return frame if kinds is None else frame[frame["kind"].isin(list(kinds))]
+
+
+def variants(model, tokenizer) -> dict[str, Translators]:
+    """Translators that differ in ridge, rank or text: between them an onset should stand."""
+    texts = text()["fit"]
+    whole = moments(model, tokenizer, texts)
+    made = {f"ridge {ridge:g}": whole.solve(ridge) for ridge in (RIDGE, 1e-4, 0.1, 1.0)}
+    made["rank 128"] = whole.solve(rank=min(128, whole.mean.shape[1]))
+    for half in (0, 1):
+        made[f"half {half + 1} of the text"] = moments(model, tokenizer, texts[half::2]).solve()
+    return made
+
+
+def onsets(
+    model, tokenizer, asked: pd.DataFrame, translators: dict[str, Translators], tokens: int = 3, progress: bool = True
+) -> pd.DataFrame:
+    """Onsets of every greedy answer token of the prompts, plain and translated: a row a token.
+
+    asked: rows of prompts(). translators: the first is the one that is meant, all together give the interval.
+    """
+    readout, rows = Readout(model), []
+    each = list(zip(asked.index, asked["kind"], asked["prompt"], strict=True))
+    for index, kind, prompt in tqdm(each, desc="onsets", disable=not progress):
+        trace = read(model, tokenizer, prompt, chat=False, max_new_tokens=tokens)
+        plain = attribute(readout, trace)
+        others = [attribute(readout, trace, translators=one) for one in translators.values()]
+        found = torch.stack([one.onset() for one in others])  # [variants, T]
+        for t, token in enumerate(trace.tokens):
+            rows.append(
+                {"prompt": index, "kind": kind, "token": token, "p": float(plain.levels[t, -1]),
+                 "delta_plain": float(plain.delta[t]), "delta_translated": float(others[0].delta[t]),
+                 "last_plain": float(plain.credits[t, -1]), "last_translated": float(others[0].credits[t, -1]),
+                 "onset_plain": int(plain.onset()[t]), "onset_translated": int(found[0, t]),
+                 "onset_low": int(found[:, t].min()), "onset_high": int(found[:, t].max())}
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare translators of the default model; writes to data/.")
+    parser.add_argument("--text", action="store_true", help="let the model write the text anew first")
+    parser.add_argument("--every", type=int, default=4, help="take every so many of the prompts for the onsets")
+    given = parser.parse_args()
+    model, tokenizer = load_model()
+    if given.text:
+        write_text(model, tokenizer)
+    onsets(model, tokenizer, prompts()[:: given.every], variants(model, tokenizer)).to_csv(
+        DATA / "translated_onsets.csv", index=False, float_format="%.4f", lineterminator="\n"
+    )
+    alternatives(model, tokenizer).to_csv(
+        DATA / "translators.csv", index=False, float_format="%.4f", lineterminator="\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
