@@ -10,6 +10,7 @@ import torch
 from iglens_core import IGLensError, Readout, attribute, read
 from iglens_lab import figures, toy
 from iglens_lab.explorer import Segment, TokenLayers
+from iglens_lab.translators import Translators, fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,34 @@ def test_what_it_says_is_the_attribution(read_once):
     result = attribute(readout, trace, layers=[2])
     assert f"change of p: {float(result.delta[1]):.4f}, onset at layer {int(result.onset()[1])}" in widget.says.value
     assert f"layers 2 … 2, and {readout.n}" in widget.says.value
+
+
+def test_the_path_is_switched_between_plain_and_translated_by_ridge(read_once):
+    model, readout, trace = read_once
+    shapes = (readout.n, readout.d, readout.d), (readout.n, readout.d)
+    torch.manual_seed(0)
+    made = {
+        ridge: Translators(torch.randn(shapes[0]) * ridge, torch.randn(shapes[1]), fingerprint(model), 0, ridge)
+        for ridge in (0.1, 1.0)
+    }
+    widget, runs = TokenLayers(readout, trace, translators=made), []
+    handle = tiny.blocks(model)[0].register_forward_hook(lambda *_: runs.append(1))
+    said = [widget.says.value]
+    for control, value in ((widget.path, "translated"), (widget.ridge, 1.0), (widget.layers, (2, readout.n))):
+        control.value = value
+        said.append(widget.says.value)
+    widget.path.value, widget.layers.value = "plain", (1, readout.n)
+    handle.remove()
+    assert runs == [] and len(set(said)) == 4
+    assert widget.says.value == said[0]
+    result = attribute(readout, trace, translators=made[0.1])
+    assert f"change of p: {float(result.delta[0]):.4f}, onset at layer {int(result.onset()[0])}" in said[1]
+
+
+def test_without_translators_there_is_no_switch(read_once):
+    _, readout, trace = read_once
+    widget = TokenLayers(readout, trace)
+    assert widget.path not in widget.children and widget.ridge not in widget.children
 
 
 def test_many_moves_leave_one_picture_and_no_open_figure(read_once):

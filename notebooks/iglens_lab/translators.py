@@ -17,6 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +40,18 @@ WINDOW = 256  # tokens of a text that are read at a time
 
 
 def fingerprint(model) -> str:
-    """What tells two models apart: a sample of every weight, rounded to bfloat16 so that the dtype does not matter."""
+    """What tells two models apart: about a thousand values of every weight and buffer, and the norms' ε.
+
+    Rounded to bfloat16, so that a model in float32, float64 and bfloat16 has the same.
+    """
     digest = hashlib.sha256()
-    for weight in model.parameters():
-        flat = weight.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // 16)].cpu().to(torch.bfloat16)  # from every part of it
-        digest.update(some.view(torch.int16).numpy().tobytes())
+    for tensor in (*model.parameters(), *model.buffers()):
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: len(flat) // 1021 | 1].cpu()  # an odd stride: not one column of a matrix
+        some = some.to(torch.bfloat16) if some.is_floating_point() else some.to(torch.int16)
+        digest.update(some.contiguous().view(torch.int16).numpy().tobytes())
+    for module in model.modules():
+        digest.update(repr(getattr(module, "variance_epsilon", getattr(module, "eps", None))).encode())
     return digest.hexdigest()
 
 
@@ -54,6 +61,7 @@ class Translators:
 
     maps: [n, d, d]. shifts: [n, d]. model: fingerprint of the model they were fitted on. tokens: the number of states
     they were fitted on. ridge: its strength; inf for the shifts alone. Give them to iglens_core.attribute or explain.
+    They were not fitted on a text's first position, the attention sink: there, a translated level is an extrapolation.
     """
 
     maps: Tensor
@@ -65,10 +73,11 @@ class Translators:
     def __call__(self, states: Tensor, layers: Iterable[int]) -> Tensor:
         """What the head is to read: states [k, T, d] of the layers -> [k, T, d]; those of layer n as they are."""
         n, d = self.shifts.shape
-        layers = tuple(layers)
-        if states.shape[::2] != (len(layers), d) or not all(0 <= layer <= n for layer in layers):
-            expected = f"states [{len(layers)}, T, {d}] of layers within 0 … {n}"
-            raise IGLensError(f"translators: expected {expected}, got {list(states.shape)} of {layers}")
+        layers = tuple(layers) if isinstance(layers, Iterable) else (layers,)
+        fits = isinstance(states, Tensor) and states.shape[::2] == (len(layers), d) and states.is_floating_point()
+        if not fits or not all(type(layer) is int and 0 <= layer <= n for layer in layers):
+            expected = f"floats [{len(layers)}, T, {d}] of layers within 0 … {n}"
+            raise IGLensError(f"translators: expected {expected}, got {list(getattr(states, 'shape', []))} of {layers}")
         made = states.clone()
         wide = torch.promote_types(states.dtype, torch.float32)
         for row, layer in enumerate(layers):
@@ -99,7 +108,8 @@ class Translators:
         except OSError as error:
             raise IGLensError(f"save: cannot write {path}: {error}; choose another place") from error
         finally:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
     @staticmethod
     def load(path) -> Translators:
@@ -135,9 +145,7 @@ class Moments:
         """Least squares of h_n − h_L on h_L, for all layers. ridge: its penalty, in units of the mean variance of h_L's
         coordinates; inf leaves the shift alone. rank: of the maps, None for full (reduced-rank regression)."""
         n, d = len(self.mean) - 1, self.mean.shape[1]
-        number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
-        if not (number and ridge >= 0):
-            raise IGLensError(f"ridge: expected a number, at least 0, got {ridge!r}")
+        _ridge(ridge)
         if rank is not None and not (type(rank) is int and 1 <= rank <= d):
             raise IGLensError(f"rank: expected None or a whole number of 1 … {d}, got {rank!r}")
         maps, shifts = torch.zeros(n, d, d), torch.zeros(n, d)
@@ -148,14 +156,22 @@ class Moments:
                 gram = self.gram[layer] - torch.outer(x, x)
                 cross = self.cross[layer] - self.gram[layer] - torch.outer(x, y)
                 # a hair more than 0, so that directions in which nothing varies have a solution
-                damped = gram + (ridge + 1e-12) * gram.diagonal().mean() * torch.eye(d, dtype=torch.float64)
+                hair = 1e-12 * float(self.gram[layer].diagonal().mean()) + 1e-30
+                damped = gram + (ridge * float(gram.diagonal().mean()) + hair) * torch.eye(d, dtype=torch.float64)
                 linear = torch.linalg.solve(damped, cross)
                 if rank is not None:
-                    root = torch.linalg.cholesky(damped)
-                    main = torch.linalg.svd(root.T @ linear, full_matrices=False)[2][:rank]
+                    size, along = torch.linalg.eigh(damped)
+                    root = size.clamp(min=0).sqrt()[:, None] * along.T
+                    main = torch.linalg.svd(root @ linear, full_matrices=False)[2][:rank]
                     linear = linear @ main.T @ main
             maps[layer], shifts[layer] = linear.T, y - x @ linear
         return Translators(maps, shifts, self.model, self.tokens, float(ridge))
+
+
+def _ridge(ridge) -> None:
+    number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
+    if not (number and (0 <= ridge <= 1e6 or ridge == math.inf)):
+        raise IGLensError(f"ridge: expected a number, 0 … 1e6, or inf, got {ridge!r}")
 
 
 def moments(model, tokenizer, texts: Iterable[str], *, progress: bool = True) -> Moments:
@@ -195,6 +211,7 @@ def _ids(tokenizer, text: str) -> list[int]:
 
 def fit(model, tokenizer, texts: Iterable[str], *, ridge: float = RIDGE, progress: bool = True) -> Translators:
     """Translators of a model, fitted on the texts in closed form; see moments and Moments.solve."""
+    _ridge(ridge)
     return moments(model, tokenizer, texts, progress=progress).solve(ridge)
 
 
@@ -205,11 +222,17 @@ def fit(model, tokenizer, texts: Iterable[str], *, ridge: float = RIDGE, progres
 
 def sample(model, tokenizer, texts: Iterable[str], count: int = 150) -> tuple[Tensor, Tensor]:
     """States [n + 1, R, d] at R = count positions spread over the texts, without each one's first, and next ids [R]."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable) or type(count) is not int or count < 1:
+        raise IGLensError(
+            f"sample: expected a list of texts and a count of at least 1, got {str(texts)[:60]!r}, {count!r}"
+        )
     states, following = [], []
     for text in texts:
         ids = torch.tensor(_ids(tokenizer, text))[:WINDOW]
         states.append(residual_stream(model, ids)[:, 1:-1].cpu())
         following.append(ids[2:])
+    if not sum(map(len, following)):
+        raise IGLensError("sample: expected texts of at least three tokens, got none")
     states, following = torch.cat(states, 1), torch.cat(following)
     some = torch.linspace(0, len(following) - 1, min(count, len(following))).round().long()
     return states[:, some], following[some]
@@ -223,7 +246,10 @@ def reading(
     kl: of the final distribution to the one that is read, in nats. cross_entropy: of the text's next ids [R], in nats.
     top1: how often the most probable token is that of the final distribution.
     """
-    rows = {}
+    rows, layers = {}, list(layers)
+    if states.shape[1:2] != following.shape or not all(0 <= layer < len(states) for layer in layers):
+        got = f"{list(states.shape)}, {list(following.shape)}, layers {layers}"
+        raise IGLensError(f"reading: expected states [n + 1, R, d], next ids [R] and layers of 0 … n, got {got}")
     with torch.no_grad():
         final = _log_probs(readout, states[-1])
         for layer in layers:
@@ -257,19 +283,23 @@ def for_model(model, tokenizer, ridge: float = RIDGE) -> Translators:
 
     On first use they are fitted, all ridges from one pass over the text, which takes a minute or two.
     """
-    if ridge not in RIDGES:
+    if isinstance(ridge, bool) or not isinstance(ridge, (int, float)) or ridge not in RIDGES:
         raise IGLensError(f"ridge: expected one of {', '.join(map(str, RIDGES))}, got {ridge!r}; for others use fit()")
-    key = hashlib.sha256(fingerprint(model).encode() + TEXT.read_bytes()).hexdigest()[:16]
+    mark = fingerprint(model)
+    key = hashlib.sha256(mark.encode() + TEXT.read_bytes()).hexdigest()[:16]
     folder = cache_folder()
     paths = {one: folder / f"translators-{key}-{one:g}.safetensors" for one in RIDGES}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"translators-{key}.lock"):  # a second process waits for the first one's
-        if not all(path.exists() for path in paths.values()):
-            print(f"Fitting translators, once, in a minute or two; they are kept in {folder}", file=sys.stderr)
-            found = moments(model, tokenizer, text()["fit"])
-            for one, path in paths.items():
-                found.solve(one).save(path)
-    return Translators.load(paths[ridge])
+        with suppress(IGLensError):
+            made = Translators.load(paths[ridge])
+            if (made.model, made.ridge) == (mark, ridge):
+                return made
+        print(f"Fitting translators, once, in about a minute; they are kept in {folder}", file=sys.stderr)
+        found = moments(model, tokenizer, text()["fit"])
+        for one, path in paths.items():
+            found.solve(one).save(path)
+        return Translators.load(paths[ridge])
 
 
 def write_text(model, tokenizer, tokens: int = 160) -> None:
@@ -321,7 +351,10 @@ def alternatives(model, tokenizer, layers=(5, 10, 15, 20, 25, 29)) -> pd.DataFra
 def prompts(kinds: Iterable[str] | None = None) -> pd.DataFrame:
     """The project's prompts: kind, language, prompt and the expected answer, text as it stands in the file."""
     frame = pd.read_csv(DATA / "prompts.csv", dtype=str, keep_default_na=False)
-    return frame if kinds is None else frame[frame["kind"].isin(list(kinds))]
+    wanted = set(frame["kind"]) if kinds is None else {kinds} if isinstance(kinds, str) else set(kinds)
+    if unknown := wanted - set(frame["kind"]):
+        raise IGLensError(f"kinds: expected some of {', '.join(sorted(set(frame['kind'])))}, got {sorted(unknown)}")
+    return frame[frame["kind"].isin(wanted)]
 
 
 def variants(model, tokenizer) -> dict[str, Translators]:
@@ -351,7 +384,7 @@ def onsets(
         found = torch.stack([one.onset() for one in others])  # [variants, T]
         for t, token in enumerate(trace.tokens):
             rows.append(
-                {"prompt": index, "kind": kind, "token": token, "p": float(plain.levels[t, -1]),
+                {"prompt": index, "kind": kind, "place": t, "token": token, "p": float(plain.levels[t, -1]),
                  "delta_plain": float(plain.delta[t]), "delta_translated": float(others[0].delta[t]),
                  "last_plain": float(plain.credits[t, -1]), "last_translated": float(others[0].credits[t, -1]),
                  "onset_plain": int(plain.onset()[t]), "onset_translated": int(found[0, t]),
