@@ -27,11 +27,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Notebooks find the default model in its place: a first fetch would show in their outputs."""
+    """Notebooks find the default model and its translators in place: a first fetch would show in their outputs."""
     if any(_rank(item) == 2 for item in session.items) and not session.config.option.collectonly:
-        from iglens_lab.models import load_model
+        from iglens_lab import models, translators
 
-        load_model()
+        translators.for_model(*models.load_model())
 
 
 @pytest.fixture(autouse=True)

@@ -47,14 +47,15 @@ def test_the_path_is_switched_between_plain_and_translated_by_ridge(read_once):
     }
     widget, runs = TokenLayers(readout, trace, translators=made), []
     handle = tiny.blocks(model)[0].register_forward_hook(lambda *_: runs.append(1))
-    said = [widget.says.value]
+    said, drawn = [widget.says.value], [widget.picture.value]
     for control, value in ((widget.path, "translated"), (widget.ridge, 1.0), (widget.layers, (2, readout.n))):
         control.value = value
         said.append(widget.says.value)
+        drawn.append(widget.picture.value)
     widget.path.value, widget.layers.value = "plain", (1, readout.n)
     handle.remove()
-    assert runs == [] and len(set(said)) == 4
-    assert widget.says.value == said[0]
+    assert runs == [] and len(set(drawn)) == 4
+    assert widget.says.value == said[0] and widget.picture.value == drawn[0]
     result = attribute(readout, trace, translators=made[0.1])
     assert f"change of p: {float(result.delta[0]):.4f}, onset at layer {int(result.onset()[0])}" in said[1]
 
