@@ -280,7 +280,7 @@ def test_cache_folder(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("elsewhere", elsewhere)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module._cache() == Path.home() / ".cache" / "iglens"
+    assert module.cache_folder() == Path.home() / ".cache" / "iglens"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

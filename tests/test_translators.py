@@ -878,8 +878,9 @@ def test_translators_expect_what_their_text_is_full_of():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def default(smol):
+    torch.set_num_threads(1)  # short texts: a second thread mostly waits where others compute, too
     model, tokenizer, readout = smol
     return model, tokenizer, readout, for_model(model, tokenizer)
 
