@@ -43,8 +43,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 __all__ = [
     "Attribution", "CompletenessError", "FaithfulnessError", "IGLensError", "Readout", "Trace", "UnsupportedModelError",
-    "attribute", "blocks_of", "explain", "path_credits", "read", "residual_path", "residual_stream", "token_id",
-    "token_text",
+    "attribute", "blocks_of", "context_of", "encode", "explain", "path_credits", "read", "residual_path",
+    "residual_stream", "save_tensors", "token_id", "token_text",
 ]  # fmt: skip
 
 HALF = (torch.bfloat16, torch.float16)
@@ -265,7 +265,7 @@ def _finite(stream: Tensor, model) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _context(model) -> float:
+def context_of(model) -> float:
     """Positions the model can take; some configs say −1 or nothing where there is no limit."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else math.inf
@@ -283,7 +283,7 @@ class Readout:
         blocks = blocks_of(model)
         self.model, self.n = model, len(blocks)
         rows = getattr(model.get_input_embeddings(), "num_embeddings", 2)
-        probe = [(7 + 13 * i * max(1, rows // 97)) % rows for i in range(min(8, _context(model)))]
+        probe = [(7 + 13 * i * max(1, rows // 97)) % rows for i in range(min(8, context_of(model)))]
         probe = torch.tensor(probe)
         calls, end = [], model.get_output_embeddings()
         inside = {m for m in blocks.modules()}
@@ -675,7 +675,7 @@ def token_id(tokenizer, text: str) -> int:
     Raises IGLensError where the text is not one token, or is a special token.
     """
     _require(isinstance(text, str) and text, f"target: expected a token's text, got {text!r}")
-    ids, vocabulary = _encode(tokenizer, text), tokenizer.get_vocab()
+    ids, vocabulary = encode(tokenizer, text), tokenizer.get_vocab()
     # some tokenizers put a space before a text: then it is looked up
     known = [
         *ids[: len(ids) == 1],
@@ -687,7 +687,11 @@ def token_id(tokenizer, text: str) -> int:
     return exact[0]
 
 
-def _encode(tokenizer, text: str, special: bool = False) -> list[int]:
+def encode(tokenizer, text: str, special: bool = False) -> list[int]:
+    """The ids of a text. special: with what the tokenizer puts before it, without an end token behind it.
+
+    Raises IGLensError where the tokenizer cannot encode it.
+    """
     try:
         plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         full = list(tokenizer(text)["input_ids"]) if special else plain
@@ -712,7 +716,7 @@ def _prompt(tokenizer, prompt, chat, rows) -> tuple[list[int], str | None]:
     template = getattr(tokenizer, "chat_template", None)
     _require(template or not chat, "chat=True: this tokenizer has no chat template; pass chat=False")
     if chat is False or not template:
-        ids, text = _encode(tokenizer, prompt, special=True), prompt
+        ids, text = encode(tokenizer, prompt, special=True), prompt
     else:
         messages = [{"role": "user", "content": prompt}]
         try:
@@ -721,7 +725,7 @@ def _prompt(tokenizer, prompt, chat, rows) -> tuple[list[int], str | None]:
             raise IGLensError(f"the chat template refused the prompt ({error}); pass chat=False") from error
         dropped = "the chat template left the prompt out (it may want a list of parts); pass chat=False"
         _require(prompt.strip() in text, dropped)
-        ids = _encode(tokenizer, text)  # the template writes its own special tokens: nothing is added
+        ids = encode(tokenizer, text)  # the template writes its own special tokens: nothing is added
     _require(ids, f"prompt: expected at least one token, {prompt!r} encodes to none")
     _ids(ids, rows, "prompt")
     return ids, text
@@ -731,12 +735,12 @@ def _forced(tokenizer, answer, prompt_ids: list[int], text: str | None, rows) ->
     """Ids of a given answer, encoded alone; warns where the tokenizer would have split it otherwise."""
     if not isinstance(answer, str):
         return _ids(answer, rows, "answer").tolist()
-    ids = _encode(tokenizer, answer)
+    ids = encode(tokenizer, answer)
     _require(ids, f"answer: expected at least one token, got {answer!r}; pass None for the model's own answer")
     _ids(ids, rows, "answer")
     if text is None:
         return ids
-    fed, joint = prompt_ids + ids, _encode(tokenizer, text + answer)
+    fed, joint = prompt_ids + ids, encode(tokenizer, text + answer)
     if joint != fed[-len(joint) :]:
         tail = joint[max(0, len(joint) - len(ids) - 3) :]
         together = f"encoded together with the prompt it would end in {tail}"
@@ -744,7 +748,7 @@ def _forced(tokenizer, answer, prompt_ids: list[int], text: str | None, rows) ->
     if answer[0].isalnum() and text[-1].isalnum() and ord(answer[0]) < 0x2E80:  # scripts that put spaces between words
         spaced = []
         with suppress(IGLensError):  # a vocabulary without a space
-            spaced = _encode(tokenizer, " " + answer)
+            spaced = encode(tokenizer, " " + answer)
         one, two = (f"id {i} {token_text(tokenizer, i)!r}" for i in (ids[0], (spaced or ids)[0]))
         if one != two:
             warnings.warn(f"the answer starts with {one}; with a space before it, with {two}", stacklevel=3)
@@ -786,7 +790,7 @@ def read(model, tokenizer, prompt, *, answer=None, chat=None, scope="answer", ma
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     ids, text = _prompt(tokenizer, prompt, chat, rows)
     forced = None if answer is None else _forced(tokenizer, answer, ids, text, rows)
-    context = _context(model)
+    context = context_of(model)
     length = len(ids) + (max_new_tokens if forced is None else len(forced))
     what = f"max_new_tokens={max_new_tokens}" if forced is None else f"an answer of {len(forced)}"
     message = f"prompt: {len(ids)} tokens and {what} make {length}; this model's context is {context}: shorten them"
@@ -1028,6 +1032,24 @@ def explain(
 # The result
 # ---------------------------------------------------------------------------------------------------------------------
 
+
+def save_tensors(path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file that appears whole or not at all. Raises IGLensError where it cannot be written."""
+    _require(isinstance(path, (str, os.PathLike)), f"save: expected a path, got {path!r}")
+    path = Path(path)
+    _require(path.parent.is_dir(), f"save: the folder {path.parent} does not exist; make it first")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    try:
+        part.write_bytes(save(copies, metadata))
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        raise IGLensError(f"save: cannot write {path}: {_line(error)}; choose another place") from error
+    finally:
+        with suppress(OSError):  # a name too long for the part is too long to be removed
+            part.unlink(missing_ok=True)
+
+
 _TENSORS = ("credits", "levels", "delta", "model_level", "positions", "token_ids", "target_ids")
 
 
@@ -1163,19 +1185,8 @@ class Attribution:
 
     def save(self, path) -> None:
         """Write to a safetensors file with the labels as metadata; the file appears whole or not at all."""
-        _require(isinstance(path, (str, os.PathLike)), f"save: expected a path, got {path!r}")
-        path = Path(path)
-        _require(path.parent.is_dir(), f"save: the folder {path.parent} does not exist; make it first")
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         labels = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
-        copies = {name: getattr(self, name).clone(memory_format=torch.contiguous_format) for name in _TENSORS}
-        try:
-            part.write_bytes(save(copies, {"iglens": json.dumps(labels)}))
-            os.replace(part, path)
-        except (OSError, SafetensorError) as error:
-            raise IGLensError(f"save: cannot write {path}: {_line(error)}; choose another place") from error
-        finally:
-            part.unlink(missing_ok=True)
+        save_tensors(path, {name: getattr(self, name) for name in _TENSORS}, {"iglens": json.dumps(labels)})
 
     @staticmethod
     def load(path) -> Attribution:

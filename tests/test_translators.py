@@ -1,6 +1,7 @@
 """Translators: the closed form against independent solutions, and the path that goes through what they make."""
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import random
 from functools import cache
 from pathlib import Path
 
+import accelerate
 import pytest
 import tiny
 import torch
@@ -15,7 +17,16 @@ from safetensors.torch import save_file
 from tiny import WORDS, D, N
 from torch import Tensor, nn
 
-from iglens_core import FaithfulnessError, IGLensError, Readout, attribute, explain, read, residual_path
+from iglens_core import (
+    FaithfulnessError,
+    IGLensError,
+    Readout,
+    attribute,
+    explain,
+    read,
+    residual_path,
+    residual_stream,
+)
 from iglens_lab import toy, translators
 from iglens_lab.translators import Moments, Translators, fit, for_model, moments, reading, sample
 
@@ -490,6 +501,63 @@ def tuned(part: str) -> nn.Module:
     weight = model.get_submodule(part).weight
     weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     return model
+
+
+def test_an_ablated_head_makes_another_model():
+    model = tiny.cast(tiny.shared("llama"), torch.float32)
+    known = translators.fingerprint(model)
+    with torch.no_grad():  # the columns of one head in one block
+        tiny.blocks(model)[1].self_attn.o_proj.weight[:, 8:16] = 0
+    assert translators.fingerprint(model) != known
+
+
+def test_every_column_of_the_default_models_matrices_may_be_looked_at():
+    for rows, columns in ((49152, 576), (576, 1536), (1536, 576), (192, 576), (576, 576)):
+        seen = {int(place) % columns for place in translators._places(rows * columns)}
+        assert len(seen) > 0.4 * columns and {column * 8 // columns for column in seen} == set(range(8))
+
+
+def test_reading_a_long_text_does_not_make_another_model():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny.build("llama", max_position_embeddings=64, rope_parameters=rope)
+    known = translators.fingerprint(model)
+    residual_stream(model, torch.arange(120) % 90)
+    assert translators.fingerprint(model) == known
+
+
+def test_offloaded_weights_are_refused_with_the_reason():
+    offloaded = accelerate.cpu_offload(tiny.cast(tiny.speaker(), torch.float32))
+    with pytest.raises(IGLensError, match="weights are offloaded; load it whole"):
+        fitted().suits(offloaded)
+
+
+def test_texts_are_cut_to_a_context_shorter_than_the_window():
+    model = tiny.build("gpt2", n_positions=64, vocab_size=WORDS)
+    found = moments(model, tiny.tokenizer(), ["xyzXYZ.,:;" * 20], progress=False)
+    assert found.tokens == 3 * 63 + 7  # 200 tokens in parts of 64, without each one's first
+
+
+@pytest.mark.parametrize("some", [["\ud800" * 40], ["the cat \udfff"]])
+def test_texts_that_no_tokenizer_can_encode_are_refused(some):
+    with pytest.raises(IGLensError, match="the tokenizer cannot encode"):
+        fit(tiny.speaker(), tiny.tokenizer(), some, progress=False)
+
+
+def test_characters_outside_the_vocabulary_are_refused():
+    with pytest.raises(IGLensError, match="the tokenizer cannot encode"):
+        fit(toy.random_model(2), toy.tokenizer(), ["é" * 60], progress=False)
+
+
+def test_maps_of_any_layout_are_saved(tmp_path):
+    one = dataclasses.replace(fitted(), maps=fitted().maps.mT)
+    one.save(tmp_path / "one.safetensors")
+    assert torch.equal(Translators.load(tmp_path / "one.safetensors").maps, one.maps)
+
+
+@pytest.mark.parametrize("path", [None, 3])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(IGLensError, match="save: expected a path"):
+        fitted().save(path)
 
 
 @pytest.mark.parametrize("part", ["model.layers.1.mlp.up_proj", "model.norm", "lm_head", "model.embed_tokens"])

@@ -11,7 +11,6 @@ iglens_core: n blocks, d width, V head rows, k segments of a path, T tokens.
 from __future__ import annotations
 
 import json
-import os
 import string
 from collections.abc import Iterable
 from copy import deepcopy
@@ -20,7 +19,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -36,6 +34,7 @@ from iglens_core import (
     read,
     residual_path,
     residual_stream,
+    save_tensors,
 )
 from iglens_lab.ablation import block, skipped
 
@@ -310,13 +309,8 @@ def train(seed: int = 0, steps: int = 1500) -> LlamaForCausalLM:
 
 
 def store(model: LlamaForCausalLM, path: Path = INDUCTION) -> None:
-    """Write the model with its configuration to a safetensors file, which appears whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(save(model.state_dict(), {"config": json.dumps(model.config.to_diff_dict())}))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    """Write the model with its configuration to a safetensors file."""
+    save_tensors(path, model.state_dict(), {"config": json.dumps(model.config.to_diff_dict())})
 
 
 def induction(path: Path = INDUCTION) -> LlamaForCausalLM:

@@ -5,7 +5,7 @@ Jump to Conclusions (arXiv 2303.09435); the tuned lens (Belrose et al. 2023, arX
 gradient descent. That of layer n is the identity, so a path through translated states still ends at the model's own
 state, and its credits still sum exactly to Δp. Shapes as in iglens_core: n blocks, d width, k chosen layers, T tokens.
 
-    python -m iglens_lab.translators        compares the alternatives on the default model, about 15 minutes
+    python -m iglens_lab.translators        compares the alternatives on the default model, in some five minutes
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from iglens_core import IGLensError, Readout, attribute, read, residual_stream
+from iglens_core import IGLensError, Readout, attribute, context_of, encode, read, residual_stream, save_tensors
 from iglens_lab.models import cache_folder, load_model
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -40,19 +39,30 @@ WINDOW = 256  # tokens of a text that are read at a time
 
 
 def fingerprint(model) -> str:
-    """What tells two models apart: about a thousand values of every weight and buffer, and the norms' ε.
+    """What tells two models apart: a thousand values of every weight, from all over it, the norms' ε and the rotation.
 
-    Rounded to bfloat16, so that a model in float32, float64 and bfloat16 has the same.
+    Rounded to bfloat16, so that a model in float32, float64 and bfloat16 has the same. A change of a few values of a
+    large matrix may go unseen. Raises IGLensError where weights are offloaded and cannot be looked at.
     """
-    digest = hashlib.sha256()
-    for tensor in (*model.parameters(), *model.buffers()):
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: len(flat) // 1021 | 1].cpu()  # an odd stride: not one column of a matrix
-        some = some.to(torch.bfloat16) if some.is_floating_point() else some.to(torch.int16)
-        digest.update(some.contiguous().view(torch.int16).numpy().tobytes())
+    digest = hashlib.sha256(repr(getattr(model.config.get_text_config(), "rope_parameters", None)).encode())
+    for weight in model.parameters():
+        if weight.is_meta:
+            raise IGLensError(
+                "translators: this model's weights are offloaded; load it whole to fit or use translators"
+            )
+        some = weight.detach().reshape(-1)[_places(weight.numel()).to(weight.device)].cpu().to(torch.bfloat16)
+        digest.update(some.view(torch.int16).numpy().tobytes())
     for module in model.modules():
         digest.update(repr(getattr(module, "variance_epsilon", getattr(module, "eps", None))).encode())
     return digest.hexdigest()
+
+
+@cache
+def _places(count: int) -> Tensor:
+    """Which of a weight's values are looked at: all of a vector; random ones of a matrix, so that all columns count."""
+    if count <= 4096:
+        return torch.arange(count)
+    return torch.randint(count, (1000,), generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,24 +102,13 @@ class Translators:
         if fingerprint(model) != self.model:
             raise IGLensError(
                 f"translators: fitted on another model (n = {n} blocks, d = {d}) or on other weights than this "
-                f"{type(model).__name__} has; fit them anew: iglens_lab.translators.fit"
+                f"{type(model).__name__} has; fit them anew: iglens_lab.translators.fit (float16 needs its own)"
             )
 
     def save(self, path) -> None:
         """Write to a safetensors file, which appears whole or not at all."""
-        path = Path(path)
-        if not path.parent.is_dir():
-            raise IGLensError(f"save: the folder {path.parent} does not exist; make it first")
         labels = {"model": self.model, "tokens": self.tokens, "ridge": self.ridge}
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            part.write_bytes(save({"maps": self.maps, "shifts": self.shifts}, {"translators": json.dumps(labels)}))
-            os.replace(part, path)
-        except OSError as error:
-            raise IGLensError(f"save: cannot write {path}: {error}; choose another place") from error
-        finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+        save_tensors(path, {"maps": self.maps, "shifts": self.shifts}, {"translators": json.dumps(labels)})
 
     @staticmethod
     def load(path) -> Translators:
@@ -184,11 +183,8 @@ def moments(model, tokenizer, texts: Iterable[str], *, progress: bool = True) ->
         raise IGLensError(f"texts: expected a list of texts, got {str(texts)[:60]!r}")
     gram = cross = mean = None
     tokens = 0
-    for text in tqdm(list(texts), desc="fitting translators", disable=not progress):
-        if not isinstance(text, str):
-            raise IGLensError(f"texts: expected texts, got {str(text)[:60]!r}")
-        ids = torch.tensor(_ids(tokenizer, text))
-        for window in ids.split(WINDOW):
+    for one in tqdm(list(texts), desc="fitting translators", disable=not progress):
+        for window in _windows(model, tokenizer, one):
             if len(window) < 2:
                 continue
             states = residual_stream(model, window)[:, 1:].cpu().double()  # [n + 1, S − 1, d]
@@ -203,10 +199,12 @@ def moments(model, tokenizer, texts: Iterable[str], *, progress: bool = True) ->
     return Moments(gram / tokens, cross / tokens, mean / tokens, fingerprint(model), tokens)
 
 
-def _ids(tokenizer, text: str) -> list[int]:
-    """The ids of a text; special tokens are added unless the text is written with its own (a chat's)."""
-    own = text.startswith(tuple(tokenizer.all_special_tokens or ())) if tokenizer.all_special_tokens else False
-    return tokenizer(text, add_special_tokens=not own)["input_ids"]
+def _windows(model, tokenizer, one: str) -> tuple[Tensor, ...]:
+    """The ids of a text, in parts that the model's context takes; a chat's text comes with its own special tokens."""
+    if not isinstance(one, str):
+        raise IGLensError(f"texts: expected texts, got {str(one)[:60]!r}")
+    own = any(one.startswith(token) for token in getattr(tokenizer, "all_special_tokens", None) or ())
+    return torch.tensor(encode(tokenizer, one, special=not own), dtype=torch.long).split(min(WINDOW, context_of(model)))
 
 
 def fit(model, tokenizer, texts: Iterable[str], *, ridge: float = RIDGE, progress: bool = True) -> Translators:
@@ -227,11 +225,12 @@ def sample(model, tokenizer, texts: Iterable[str], count: int = 150) -> tuple[Te
             f"sample: expected a list of texts and a count of at least 1, got {str(texts)[:60]!r}, {count!r}"
         )
     states, following = [], []
-    for text in texts:
-        ids = torch.tensor(_ids(tokenizer, text))[:WINDOW]
-        states.append(residual_stream(model, ids)[:, 1:-1].cpu())
-        following.append(ids[2:])
-    if not sum(map(len, following)):
+    for one in texts:
+        window = _windows(model, tokenizer, one)[0]
+        if len(window) > 2:
+            states.append(residual_stream(model, window)[:, 1:-1].cpu())
+            following.append(window[2:])
+    if not following:
         raise IGLensError("sample: expected texts of at least three tokens, got none")
     states, following = torch.cat(states, 1), torch.cat(following)
     some = torch.linspace(0, len(following) - 1, min(count, len(following))).round().long()
@@ -254,11 +253,11 @@ def reading(
         final = _log_probs(readout, states[-1])
         for layer in layers:
             h = states[[layer]] if translators is None else translators(states[[layer]], (layer,))
-            read = _log_probs(readout, h[0])
+            seen = _log_probs(readout, h[0])
             rows[layer] = {
-                "kl": float((final.exp() * (final - read)).sum(-1).mean()),
-                "cross_entropy": float(-read.gather(1, following[:, None].to(read.device)).mean()),
-                "top1": float((read.argmax(-1) == final.argmax(-1)).float().mean()),
+                "kl": float((final.exp() * (final - seen)).sum(-1).mean()),
+                "cross_entropy": float(-seen.gather(1, following[:, None].to(seen.device)).mean()),
+                "top1": float((seen.argmax(-1) == final.argmax(-1)).float().mean()),
             }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("layer")
 
@@ -323,28 +322,28 @@ def write_text(model, tokenizer, tokens: int = 160) -> None:
     TEXT.write_text(json.dumps(known, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def alternatives(model, tokenizer, layers=(5, 10, 15, 20, 25, 29)) -> pd.DataFrame:
-    """Held-out reading of the plain lens, of the shift alone, and of translators of several ridges, ranks and texts."""
+def alternatives(model, tokenizer, whole: Moments, layers=(5, 10, 15, 20, 25, 29)) -> pd.DataFrame:
+    """Held-out reading of the plain lens, of the shift alone, and of translators of several ridges, ranks and texts.
+
+    whole: moments of the project's text.
+    """
     known, readout = text(), Readout(model)
     parts = {"generated": known["held out"], "public domain": list(known["public domain"].values())}
     held = {name: sample(model, tokenizer, texts) for name, texts in parts.items()}
-    chat = [one.startswith("<|im_start|>") for one in known["fit"]]
-    plain_text = [one for one, flag in zip(known["fit"], chat, strict=True) if not flag]
-    chat_text = [one for one, flag in zip(known["fit"], chat, strict=True) if flag]
-    whole = moments(model, tokenizer, known["fit"])
-    variants = {("identity", ""): None, ("mean shift", ""): whole.solve(math.inf)}
-    variants |= {("ridge", f"{ridge:g}"): whole.solve(ridge) for ridge in (1e-6, 1e-4, 1e-2, 0.1, 1.0, 10.0)}
-    variants |= {("rank", str(rank)): whole.solve(rank=rank) for rank in (8, 32, 128)}
+    tried = {("identity", ""): None, ("mean shift", ""): whole.solve(math.inf)}
+    tried |= {("ridge", f"{ridge:g}"): whole.solve(ridge) for ridge in (1e-6, 1e-4, 1e-2, 0.1, 1.0, 10.0)}
+    tried |= {("rank", str(rank)): whole.solve(rank=rank) for rank in (8, 32, 128)}
     for share in (8, 4, 2):
         some = moments(model, tokenizer, known["fit"][::share])
-        variants["text", f"{some.tokens} positions"] = some.solve()
-    for name, texts in (("plain only", plain_text), ("chat only", chat_text)):
-        variants["text", name] = moments(model, tokenizer, texts).solve()
+        tried["text", f"{some.tokens} positions"] = some.solve()
+    for name, chat in (("plain only", False), ("chat only", True)):
+        some = [one for one in known["fit"] if one.startswith("<|im_start|>") is chat]
+        tried["text", name] = fit(model, tokenizer, some)
     found = []
-    for (kind, setting), translators in tqdm(variants.items(), desc="alternatives"):
+    for (kind, setting), translators in tqdm(tried.items(), desc="alternatives"):
         for part, (states, following) in held.items():
             frame = reading(readout, states, following, layers, translators).reset_index()
-            found.append(frame.assign(kind=kind, setting=setting, held_out=part, tokens=whole.tokens))
+            found.append(frame.assign(kind=kind, setting=setting, held_out=part))
     return pd.concat(found)[["kind", "setting", "held_out", "layer", "kl", "cross_entropy", "top1"]]
 
 
@@ -357,14 +356,12 @@ def prompts(kinds: Iterable[str] | None = None) -> pd.DataFrame:
     return frame[frame["kind"].isin(wanted)]
 
 
-def variants(model, tokenizer) -> dict[str, Translators]:
-    """Translators that differ in ridge, rank or text: between them an onset should stand."""
-    texts = text()["fit"]
-    whole = moments(model, tokenizer, texts)
+def variants(model, tokenizer, whole: Moments) -> dict[str, Translators]:
+    """Translators that differ in ridge, rank or text: between them an onset should stand. whole: see alternatives."""
     made = {f"ridge {ridge:g}": whole.solve(ridge) for ridge in (RIDGE, 1e-4, 0.1, 1.0)}
     made["rank 128"] = whole.solve(rank=min(128, whole.mean.shape[1]))
     for half in (0, 1):
-        made[f"half {half + 1} of the text"] = moments(model, tokenizer, texts[half::2]).solve()
+        made[f"half {half + 1} of the text"] = fit(model, tokenizer, text()["fit"][half::2])
     return made
 
 
@@ -401,12 +398,13 @@ def main() -> None:
     model, tokenizer = load_model()
     if given.text:
         write_text(model, tokenizer)
-    onsets(model, tokenizer, prompts()[:: given.every], variants(model, tokenizer)).to_csv(
-        DATA / "translated_onsets.csv", index=False, float_format="%.4f", lineterminator="\n"
-    )
-    alternatives(model, tokenizer).to_csv(
-        DATA / "translators.csv", index=False, float_format="%.4f", lineterminator="\n"
-    )
+    whole = moments(model, tokenizer, text()["fit"])
+    frames = {
+        "translated_onsets": onsets(model, tokenizer, prompts()[:: given.every], variants(model, tokenizer, whole)),
+        "translators": alternatives(model, tokenizer, whole),
+    }
+    for name, frame in frames.items():
+        frame.to_csv(DATA / f"{name}.csv", index=False, float_format="%.4f", lineterminator="\n")
 
 
 if __name__ == "__main__":
