@@ -34,10 +34,12 @@ class _Drawn(widgets.VBox):
     def _draw(self, change=None) -> None:
         try:
             figure, text = self._figure()
-            with io.BytesIO() as file:
-                figure.savefig(file, format="png", dpi=100)
-                self.picture.value = file.getvalue()
-            plt.close(figure)
+            try:
+                with io.BytesIO() as file:
+                    figure.savefig(file, format="png", dpi=100)
+                    self.picture.value = file.getvalue()
+            finally:
+                plt.close(figure)
             self.says.value = text
         except IGLensError as error:  # shown, not swallowed
             self.picture.value = b""  # not the picture of another selection
@@ -101,10 +103,13 @@ class TokenLayers(_Drawn):
         self.layers = widgets.IntRangeSlider(
             value=(lowest, readout.n), min=lowest, max=readout.n, description="layers", **SLIDER
         )
-        self._translators, ridges = translators or {}, sorted(translators or {})
-        self.path = widgets.ToggleButtons(options=["plain", "translated"], description="path")
-        self.ridge = widgets.SelectionSlider(options=ridges or [0], description="ridge", **SLIDER)
-        super().__init__([self.token, self.layers, *([self.path, self.ridge] if translators else [])])
+        controls, self.path, self.ridge = [self.token, self.layers], None, None
+        if translators:
+            self._translators = translators
+            self.path = widgets.ToggleButtons(options=["plain", "translated"], description="path")
+            self.ridge = widgets.SelectionSlider(options=sorted(translators), description="ridge", **SLIDER)
+            controls += [self.path, self.ridge]
+        super().__init__(controls)
 
     def _figure(self) -> tuple[Figure, str]:
         t, (low, high) = self.token.value, self.layers.value
@@ -113,7 +118,7 @@ class TokenLayers(_Drawn):
         options = dict(self._options)
         if getattr(options.get("baseline"), "ndim", 1) == 2:  # a row for each token
             options["baseline"] = options["baseline"][t : t + 1]
-        if self.path.value == "translated":
+        if self.path is not None and self.path.value == "translated":
             options["translators"] = self._translators[self.ridge.value]
         result = attribute(self._readout, replace(trace, **only), layers=range(low, high + 1), **options)
         figure = figures.trajectory(result, 0)
