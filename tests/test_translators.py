@@ -705,7 +705,13 @@ def test_a_truncated_file_is_refused(tmp_path, share):
         Translators.load(tmp_path / "cut")
 
 
-LABELS = json.dumps({"model": "a", "tokens": 9, "ridge": 0.1})
+KEPT = {"model": "a", "tokens": 9, "ridge": 0.1}
+LABELS = json.dumps(KEPT)
+WRONG = (
+    {"model": 5}, {"model": None}, {"tokens": "9"}, {"tokens": 9.0}, {"tokens": True}, {"tokens": None},
+    {"ridge": "0.1"}, {"ridge": None}, {"ridge": True}, {"ridge": [0.1]}, {"ridge": -0.1}, {"ridge": -math.inf},
+    {"ridge": math.nan},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -720,9 +726,16 @@ LABELS = json.dumps({"model": "a", "tokens": 9, "ridge": 0.1})
      ({"maps": torch.zeros(N, D, D), "shifts": torch.zeros(N + 1, D)}, {"translators": LABELS}),
      ({"maps": torch.zeros(N, D, D), "shifts": torch.zeros(N)}, {"translators": LABELS}),
      ({"maps": torch.full((N, D, D), math.nan), "shifts": torch.zeros(N, D)}, {"translators": LABELS}),
-     ({"maps": torch.zeros(N, D, D), "shifts": torch.full((N, D), math.inf)}, {"translators": LABELS})],
+     ({"maps": torch.zeros(N, D, D), "shifts": torch.full((N, D), math.inf)}, {"translators": LABELS}),
+     ({"maps": torch.zeros(N, D, D).long(), "shifts": torch.zeros(N, D)}, {"translators": LABELS}),
+     ({"maps": torch.zeros(N, D, D), "shifts": torch.zeros(N, D).bool()}, {"translators": LABELS}),
+     ({"maps": torch.zeros(N, D, D).to(torch.float8_e4m3fn), "shifts": torch.zeros(N, D)}, {"translators": LABELS}),
+     ({"maps": torch.zeros(N, D, D), "shifts": torch.zeros(N, D)}, {"translators": json.dumps(KEPT | {"kind": "a"})}),
+     *(({"maps": torch.zeros(N, D, D), "shifts": torch.zeros(N, D)}, {"translators": json.dumps(KEPT | one)})
+       for one in WRONG)],
     ids=["no labels", "other labels", "no JSON", "empty", "a list", "no shifts", "not square", "other depth",
-         "one axis", "NaN", "infinity"],
+         "one axis", "NaN", "infinity", "whole numbers", "truth values", "float8", "one label more",
+         *map(str, WRONG)],
 )  # fmt: skip
 def test_a_foreign_file_is_refused(tmp_path, tensors, labels):
     save_file(tensors, tmp_path / "one", labels)
@@ -733,6 +746,21 @@ def test_a_foreign_file_is_refused(tmp_path, tensors, labels):
 def test_the_foreign_files_differ_from_a_good_one_in_one_thing(tmp_path):
     save_file({"maps": torch.zeros(N, D, D), "shifts": torch.zeros(N, D)}, tmp_path / "one", {"translators": LABELS})
     assert Translators.load(tmp_path / "one").tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"maps": torch.full((N, D, D), math.nan)}, "maps or shifts are not finite"),
+     ({"shifts": torch.full((N, D), math.inf)}, "maps or shifts are not finite"),
+     ({"shifts": torch.zeros(N, D).long()}, r"maps or shifts are not floats of .* but torch\.float32, torch\.int64"),
+     ({"shifts": torch.zeros(D)}, rf"maps \[{N}, {D}, {D}\] do not fit shifts \[{D}\]"),
+     *((one, "no model, tokens and ridge: ") for one in WRONG)],
+    ids=["NaN", "infinity", "whole numbers", "one axis", *map(str, WRONG)],
+)  # fmt: skip
+def test_what_load_refuses_is_not_written(tmp_path, wrong, message):
+    with pytest.raises(IGLensError, match=f"^save: {message}.*; fit them anew, on other text or with a larger ridge$"):
+        dataclasses.replace(fitted(), **wrong).save(tmp_path / "one")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_file_and_a_folder_are_refused(tmp_path):

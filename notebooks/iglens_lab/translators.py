@@ -29,7 +29,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from iglens_core import IGLensError, Readout, attribute, context_of, encode, read, residual_stream, save_tensors
-from iglens_lab.models import cache_folder, load_model
+from iglens_lab.models import DTYPES, cache_folder, load_model
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 TEXT = DATA / "translator_text.json"
@@ -105,8 +105,24 @@ class Translators:
                 f"{type(model).__name__} has; fit them anew: iglens_lab.translators.fit (float16 needs its own)"
             )
 
+    def _fault(self) -> str | None:
+        """Why they are not to be kept or used; None where nothing is wrong."""
+        tensors, shape = (self.maps, self.shifts), self.shifts.shape
+        if len(shape) != 2 or self.maps.shape != (*shape, shape[1]):
+            return f"maps {list(self.maps.shape)} do not fit shifts {list(shape)}"
+        if not all(one.dtype in DTYPES for one in tensors):
+            return f"maps or shifts are not floats of 16 bits or more but {self.maps.dtype}, {self.shifts.dtype}"
+        if not all(one.isfinite().all() for one in tensors):
+            return "maps or shifts are not finite"
+        number = isinstance(self.ridge, (int, float)) and not isinstance(self.ridge, bool)
+        if not (isinstance(self.model, str) and type(self.tokens) is int and number and self.ridge >= 0):
+            return f"no model, tokens and ridge: {self.model!r:.60}, {self.tokens!r:.60}, {self.ridge!r:.60}"
+        return None
+
     def save(self, path) -> None:
-        """Write to a safetensors file, which appears whole or not at all."""
+        """Write to a safetensors file, which appears whole or not at all. Raises IGLensError on what load() refuses."""
+        if fault := self._fault():
+            raise IGLensError(f"save: {fault}; fit them anew, on other text or with a larger ridge")
         labels = {"model": self.model, "tokens": self.tokens, "ridge": self.ridge}
         save_tensors(path, {"maps": self.maps, "shifts": self.shifts}, {"translators": json.dumps(labels)})
 
@@ -117,12 +133,10 @@ class Translators:
             with safe_open(Path(path), "pt") as file:
                 labels = json.loads(file.metadata()["translators"])
                 maps, shifts = file.get_tensor("maps"), file.get_tensor("shifts")
-            n, d = shifts.shape
-            if maps.shape != (n, d, d) or not (torch.isfinite(maps).all() and torch.isfinite(shifts).all()):
-                raise ValueError(
-                    f"its maps {list(maps.shape)} do not fit its shifts {list(shifts.shape)}, or not finite"
-                )
-            return Translators(maps, shifts, **labels)
+            found = Translators(maps, shifts, **labels)
+            if fault := found._fault():
+                raise ValueError(fault)
+            return found
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise IGLensError(f"load: {path} is not a file written by Translators.save ({error})") from error
 
@@ -176,6 +190,8 @@ def _ridge(ridge) -> None:
 def moments(model, tokenizer, texts: Iterable[str], *, progress: bool = True) -> Moments:
     """One pass over the texts, with a progress bar; memory does not grow with their length.
 
+    It grows with the width: the products are 2 (n + 1) d² float64, 1.1 GB for n = 16 and d = 2048, up to three times
+    that while a window is added.
     A text's first position is left out: its state is that of the attention sink, far longer than all others.
     Raises IGLensError on too little text (fewer positions than the model's width) and where states are not finite.
     """
