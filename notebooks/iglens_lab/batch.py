@@ -88,6 +88,7 @@ READERS = {
     "layers": _layers,
     "max_new_tokens": _whole(1, 100_000),
     "model": lambda name, value: _text(name, value, optional=True),
+    "other_prompt": lambda name, value: _text(name, value, optional=True),
     "prompt": _text,
     "seed": _whole(0, 2**31 - 1),
     "steps": _whole(1, 1000),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import textwrap
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -46,11 +47,11 @@ def _code(character: str) -> str:
     return f"⟨U+{ord(character):04X}⟩"
 
 
-def drawable(token: str) -> str:
+def drawable(token: str, longest: int = LONGEST) -> str:
     """The visible token as a figure's label: shortened, and with the code of what no installed font can draw."""
     known = (any(font.get_char_index(ord(character)) for font in _fonts()[1]) for character in visible(token))
     text = "".join(c if drawn else _code(c) for c, drawn in zip(visible(token), known, strict=True))
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def scalar_name(scalar) -> str:
@@ -60,6 +61,11 @@ def scalar_name(scalar) -> str:
         return names.get(scalar, scalar)
     kind = "p" if scalar[0] == "prob" else scalar[0]
     return f"{kind}(id {scalar[1]}) − {kind}(id {scalar[2]})"
+
+
+def level_range(scalar, low=None, high=None) -> tuple:
+    """The ends of a colour scale of levels: probabilities go from 0 to 1, all else from its least to its greatest."""
+    return (0.0, 1.0) if scalar == "prob" else (low, high)
 
 
 def token_labels(result: Attribution) -> list[str]:
@@ -127,10 +133,10 @@ def _credits(ax, result: Attribution, limit: float) -> None:
     )
 
 
-def _levels(ax, result: Attribution) -> None:
+def _levels(ax, result: Attribution, ends: tuple = (None, None)) -> None:
     values = result.levels.numpy()
-    probability = result.scalar == "prob"
-    colours = {"cmap": "cividis", "vmin": 0 if probability else None, "vmax": 1 if probability else None}
+    low, high = level_range(result.scalar, *ends)
+    colours = {"cmap": "cividis", "vmin": low, "vmax": high}
     columns = ["base", *map(str, result.layers)]
     _map(ax, values, columns, token_labels(result), f"level: {scalar_name(result.scalar)}", **colours)
 
@@ -206,6 +212,40 @@ def _layer_axis(ax, result: Attribution) -> None:
     names = ["base", *map(str, result.layers)]
     ax.set_xticks(shown, [names[j] for j in shown], fontsize=8, rotation=0 if k < 20 else 90)
     ax.set_xlabel("layer")
+
+
+def explored(results, titles, selected=(), levels: bool = False, limit: float | None = None) -> Figure:
+    """Maps of several results under their titles, on one scale; below, the trajectories of the selected tokens.
+
+    selected: (result, row) pairs. levels: map levels instead of credits. limit: of the credits' colours.
+    """
+    alike = _alike(*results)
+    for i, row in selected:
+        _token(alike[i], row, "explored")
+    top, axes = _figure(alike, [len(one.layers) + levels for one in alike])
+    plt.close(top)
+    width, height = top.get_size_inches()
+    across = max(1, min(len(selected), int(width // 4.5)))
+    down = -(-len(selected) // across)
+    figure = plt.figure(figsize=(width, height + 2.8 * down), layout="constrained")
+    parts = figure.subfigures(1 + bool(down), 1, height_ratios=[height, 2.8 * down][: 1 + bool(down)], squeeze=False)
+    axes = parts[0, 0].subplots(1, len(alike), squeeze=False)[0]
+    ends = [float(end) for one in alike for end in (one.levels.min(), one.levels.max())]
+    for ax, title, one in zip(axes, titles, alike, strict=True):
+        if levels:
+            _levels(ax, one, (min(ends), max(ends)))
+        else:
+            _credits(ax, one, limit or _limit(alike))
+        _write([ax.set_title(textwrap.fill(drawable(title, 200).replace("␣", " "), 70), fontsize=10)])
+    if down:
+        places = parts[1, 0].subplots(down, across, squeeze=False, sharey=True).flatten()
+        for ax in places[len(selected) :]:
+            ax.remove()
+        for ax, (i, row) in zip(places, selected, strict=False):
+            _trajectory(ax, [alike[i]], row)
+            side = ("left: ", "right: ")[i] if len(alike) == 2 else ""
+            _write([ax.set_title(side + token_labels(alike[i])[row], fontsize=10)])
+    return figure
 
 
 def comparison(results: dict[str, Attribution], token: int = 0) -> Figure:
