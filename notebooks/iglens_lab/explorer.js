@@ -94,7 +94,7 @@ function render({ model, el }) {
   const charts = html("div", root, { class: "charts" });
   const tip = html("div", root, { class: "tip", hidden: "" });
   const asked = new Set();
-  let width = 0, cell = null, hovered = null; // cell: the pinned one; both as [pane, position, column]
+  let width = 0, cell = null, hovered = null; // cell: the pinned one; both as [pane, position, name of the column]
 
   const live = () => model.get("live");
   const data = () => model.get("data");
@@ -110,20 +110,19 @@ function render({ model, el }) {
   }
 
   // the most probable next tokens at a cell: asked for once a token, when they are first wanted
-  function top(pane, position, column) {
+  function top(pane, position, name) {
     const found = model.get("top")[`${pane}:${position}`];
-    const layer = data().columns[column];
-    if (found) return found[layer] ?? [];
+    if (found) return found[name === "base" ? data().base : name] ?? [];
     if (live() && !asked.has(`${pane}:${position}`)) {
       asked.add(`${pane}:${position}`);
       model.send({ top: [pane, position] });
     }
     return null;
   }
-  function describe([pane, position, column]) {
-    const row = rowOf(pane, position);
-    if (!row) return "";
-    const name = data().columns[column], best = top(pane, position, column);
+  function describe([pane, position, name]) {
+    const row = rowOf(pane, position), column = data().columns.indexOf(name);
+    if (!row || column < 0) return ""; // of another prompt, or of a layer that is not shown any more
+    const best = top(pane, position, name);
     const lines = [`${row.label}    ${name === "base" ? "baseline" : "layer " + name}`];
     const credit = column > 0 ? `    credit ${signed(row.credits[column - 1])}` : "";
     lines.push(`level ${number(row.levels[column])}${credit}    (${data().scalar})`);
@@ -142,10 +141,10 @@ function render({ model, el }) {
   }
   function pin(which) {
     cell = which;
-    pinned.textContent = cell && rowOf(cell[0], cell[1]) ? legible(describe(cell)) : "";
+    pinned.textContent = cell ? legible(describe(cell)) : "";
   }
 
-  function drawStrip(parent, pane, index) {
+  function drawStrip(parent, pane, index, scrolled) {
     const strip = html("div", parent, { class: "strip", role: "group", "aria-label": "tokens of prompt and answer" });
     pane.strip.forEach((token, i) => {
       const known = pane.rows.some((row) => row.position === token.position);
@@ -161,7 +160,7 @@ function render({ model, el }) {
         } else select(index, [token.position]);
       };
     });
-    strip.scrollTop = strip.scrollHeight; // to the answer
+    strip.scrollTop = scrolled ?? strip.scrollHeight; // where the reader left it, at first at the answer
     const buttons = [...strip.children].filter((button) => !button.disabled);
     const first = buttons.find((button) => button.classList.contains("answer")) ?? buttons[0];
     if (first) first.tabIndex = 0; // one stop of the tab key; the arrows move inside
@@ -171,7 +170,7 @@ function render({ model, el }) {
       if (!step) return;
       event.preventDefault();
       event.stopPropagation();
-      const at = buttons.indexOf(document.activeElement);
+      const at = buttons.indexOf(event.target);
       buttons[Math.min(buttons.length - 1, Math.max(0, at + step))].focus();
     };
   }
@@ -215,7 +214,7 @@ function render({ model, el }) {
       cursor.setAttribute("y", to[0] * ROW);
       const box = map.getBoundingClientRect();
       const corner = [box.left + left + (to[1] + 1) * size, box.top + (to[0] + 1) * ROW];
-      point([index, pane.rows[to[0]].position, to[1] + first], x ?? corner[0], y ?? corner[1]);
+      point([index, pane.rows[to[0]].position, shown.columns[to[1] + first]], x ?? corner[0], y ?? corner[1]);
     };
     const under = (event) => {
       const box = map.getBoundingClientRect();
@@ -235,7 +234,7 @@ function render({ model, el }) {
     };
     const choose = ([row, column]) => {
       const position = pane.rows[row].position;
-      pin([index, position, column + first]);
+      pin([index, position, shown.columns[column + first]]);
       if (!isSelected(index, position)) select(index, [position]);
     };
     map.onkeydown = (event) => {
@@ -295,7 +294,7 @@ function render({ model, el }) {
     html("p", chart, { class: "words" }, row.words);
     picture.onmousemove = (event) => {
       const j = Math.round((event.clientX - picture.getBoundingClientRect().left - left) / step - 0.5);
-      point(j >= 0 && j <= k ? [pane, row.position, j] : null, event.clientX, event.clientY);
+      point(j >= 0 && j <= k ? [pane, row.position, shown.columns[j]] : null, event.clientX, event.clientY);
     };
     picture.onmouseleave = () => point(null);
   }
@@ -303,6 +302,8 @@ function render({ model, el }) {
   let marking = [];
   function draw() {
     const shown = data(), focus = focused();
+    const scrolled = new Map([...panes.children].map((box) => [box.getAttribute("aria-label"), box.querySelector(".strip").scrollTop]));
+    asked.clear(); // what was asked of an earlier prompt or path got no answer
     point(null);
     panes.replaceChildren();
     marking = [];
@@ -310,7 +311,7 @@ function render({ model, el }) {
     shown.panes?.forEach((pane, index) => {
       const box = html("section", panes, { class: "pane", "aria-label": pane.title });
       html("div", box, { class: "title" }, pane.title);
-      drawStrip(box, pane, index);
+      drawStrip(box, pane, index, scrolled.get(pane.title));
       if (pane.rows.length) marking.push(drawMap(box, pane, index, space));
     });
     mark();
@@ -333,7 +334,7 @@ function render({ model, el }) {
     charts.replaceChildren();
     const rows = model.get("selected").map(([pane, position]) => [pane, rowOf(pane, position)]).filter(([, row]) => row);
     const values = rows.flatMap(([, row]) => [0, ...row.levels, ...row.credits, ...(row.own?.levels ?? [])]);
-    const low = Math.min(...values), high = Math.max(...values), room = (high - low || 1) * 0.04;
+    const [low, high] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [0, 0]), room = (high - low || 1) * 0.04;
     for (const [pane, row] of rows) drawChart(pane, row, low < 0 ? low - room : low, high + room);
   }
   function say() {

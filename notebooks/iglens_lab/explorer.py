@@ -7,6 +7,7 @@ import html
 import io
 import json
 import logging
+import math
 import re
 import warnings
 from contextlib import contextmanager
@@ -109,7 +110,8 @@ def _words(result: Attribution, row: int) -> str:
     if onset < 0:
         return f"{text} No layer moves it."
     detour = "hardly any detour" if index <= 1.1 else "it goes up and down on its way"
-    return f"{text} Onset, half of Σ|credit|: layer {onset}. Non-monotonicity Σ|credit| / |Δ|: {index:.2f}, {detour}."
+    shown = f"{index:.2f}" if index < 1e4 else "∞" if math.isinf(index) else f"{index:.0e}"
+    return f"{text} Onset, half of Σ|credit|: layer {onset}. Non-monotonicity Σ|credit| / |Δ|: {shown}, {detour}."
 
 
 def _number(value: float, sign: str = "") -> str:
@@ -124,6 +126,17 @@ def _label(position: int, token: str) -> str:
 
 def _short(value) -> float:
     return float(f"{float(value):.4g}")  # what a reader can see, and no more to send
+
+
+def _fits(control: widgets.Widget) -> str:
+    """What a control takes, in words."""
+    if hasattr(control, "options"):
+        return "one of " + ", ".join(str(one[1] if isinstance(one, tuple) else one) for one in control.options)
+    if isinstance(control, widgets.IntRangeSlider):
+        return f"two numbers of {control.min} … {control.max}, the lower first"
+    if hasattr(control, "min"):
+        return f"a number of {control.min:g} … {control.max:g}"
+    return "True or False" if isinstance(control.value, bool) else "a text"
 
 
 def _named(name: str, control: widgets.Widget) -> widgets.HBox:
@@ -253,6 +266,8 @@ class Explorer(widgets.VBox):
     def __init__(
         self, model, tokenizer, prompt: str = "", *, selected=(0,), translators: dict | None = None, **presets
     ):
+        if translators is not None and not (isinstance(translators, dict) and translators):
+            raise IGLensError(f"Explorer: expected translators by their ridge, a dict, got {str(translators)[:60]}")
         self._model, self._tokenizer, self._readout = model, tokenizer, Readout(model)
         self._translators, self._panes, self.results, self.error = translators, [], [], None
         self._reading = None  # the path that the view's next tokens were read on
@@ -330,7 +345,7 @@ class Explorer(widgets.VBox):
         for control in self._selecting:
             control.observe(lambda change: self._guarded(self._draw), "value")
         self.examples.observe(lambda change: self._guarded(self._example), "value")
-        self.view.observe(lambda change: self._guarded(self._select), "selected")
+        self.view.observe(lambda change: self._select(), "selected")
         self.view.on_msg(lambda view, message, buffers: self._guarded(self._top, message))
         self.button.on_click(lambda button: self.run())
         for button in self.exports:
@@ -344,12 +359,14 @@ class Explorer(widgets.VBox):
         control = getattr(self, name, None) if name in PRESETTABLE else None
         if control is None:
             raise IGLensError(f"Explorer: expected presets of {', '.join(PRESETTABLE)}, got {name!r}")
+        refusal = f"Explorer: {name}: expected {_fits(control)}, got {value!r}"
         try:
             control.value = value
         except (traitlets.TraitError, TypeError, ValueError) as error:
-            raise IGLensError(f"Explorer: {name}={value!r} does not fit its control: {error}") from error
-        if control.value != (tuple(value) if isinstance(value, list) else value):  # it was moved into the bounds
-            raise IGLensError(f"Explorer: expected {name} of {control.min} … {control.max}, got {value!r}")
+            raise IGLensError(refusal) from error
+        # a number is moved into its bounds, and a choice can be of nothing
+        if value is None or control.value != (tuple(value) if isinstance(value, list) else value):
+            raise IGLensError(refusal)
 
     def _take_the_place(self) -> None:
         """A cell that is run again closes the explorers of its earlier runs, which would stay in memory."""
@@ -369,22 +386,24 @@ class Explorer(widgets.VBox):
 
     def _guarded(self, work, *given) -> None:
         """What goes wrong is shown, logged, kept in error and raised: in a batch run it fails the cell."""
-        if self._quiet:
+        if self._quiet or (work == self._draw and not self._panes):
             return
+        drawing = work in (self._read, self._draw)  # all else leaves standing what is shown and said
         try:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 work(*given)
-            self.error = None
-            if work not in (self._top, self._download):  # these leave standing what was said of the selection
-                self.view.message = "\n".join(f"note: {one.message}" for one in warned)
-        except Exception as error:
-            self.error, self.results = error, []
+            if drawing:
+                self.error = None
+                notes = dict.fromkeys(str(one.message) for one in warned if one.category is UserWarning)
+                self.view.message = "\n".join(f"note: {one}" for one in notes)
+        except (Exception, KeyboardInterrupt) as error:
+            self.error = error
             kind = "" if isinstance(error, IGLensError) else f"{type(error).__name__}: "
             self.view.message = f"{kind}{error}"
-            self.view.badge = {}
-            panes = [{**pane, "rows": []} for pane in self.view.data["panes"]]  # not the map of another selection
-            self.view.data = {**self.view.data, "panes": panes}
+            if drawing:  # not the map of another selection, and nothing of a prompt that was forgotten
+                self.results, self.view.badge = [], {}
+                self.view.data = {**self.view.data, "panes": [self._pane(pane) for pane in self._panes]}
             logging.getLogger(__name__).exception("the explorer failed")
             raise
 
@@ -501,24 +520,31 @@ class Explorer(widgets.VBox):
         if key not in pane.known:
             trace = pane.trace if position is None else _part(pane.trace, position)
             result = attribute(self._readout, trace, translators=self._fitted(), **options)
-            while len(pane.known) >= KEPT:
+            if not (result.levels.isfinite().all() and result.credits.isfinite().all()):
+                name = figures.scalar_name(result.scalar)
+                raise IGLensError(f"{name} is not finite on this path; choose another scalar, path or baseline")
+            while len(pane.known) >= KEPT + 2 * len(self.view.selected):  # all that is shown, for target and own token
                 del pane.known[next(iter(pane.known))]
             pane.known[key] = result
         return merged(pane.known[key], layers)
 
+    def _selected(self, index: int) -> set[int]:
+        """The selected positions of a prompt that predict a token of it; the browser may still mean an earlier one."""
+        count = len(self._panes[index].trace.input_ids) - 1
+        return {position for one, position in self.view.selected if one == index and 0 <= position < count}
+
     def _shown(self, index: int, target: int | None) -> Attribution:
         """Of all rows: the answer's, and those of the prompt that are selected."""
         pane = self._panes[index]
-        selected = {position for i, position in self.view.selected if i == index}
-        others = sorted(selected - {*pane.trace.positions.tolist()})
+        others = sorted(self._selected(index) - {*pane.trace.positions.tolist()})
         return joined([self._attribution(pane, position, target) for position in (*others, None)])
 
     def _draw(self) -> None:
-        if not self._panes:
-            return
         target = self._token(self.target.value)
         self.results = [self._shown(i, target) for i in range(len(self._panes))]
-        own = self.results if target is None else [self._shown(i, None) for i in range(len(self._panes))]
+        # an entropy or a contrast is the same for every target
+        alike = target is None or self.contrast.value or self.scalar.value == "entropy"
+        own = self.results if alike else [self._shown(i, None) for i in range(len(self._panes))]
         ends = [float(end) for one in self.results for end in (one.levels.min(), one.levels.max())]
         low, high = figures.level_range(self.results[0].scalar, min(ends), max(ends))
         reading = (self.path.value, self.ridge.value)
@@ -532,7 +558,10 @@ class Explorer(widgets.VBox):
             "limit": self._limit(),
             "range": [low, high if high > low else low + 1],
             "colours": SHADES,
-            "panes": [self._pane(*given) for given in zip(self._panes, self.results, own, strict=True)],
+            "panes": [
+                self._pane(pane, self._rows_of(*both))
+                for pane, *both in zip(self._panes, self.results, own, strict=True)
+            ],
         }
         self._judge()
 
@@ -540,17 +569,7 @@ class Explorer(widgets.VBox):
         return self.limit.value or max(float(one.credits.abs().max()) for one in self.results) or 1.0
 
     @staticmethod
-    def _pane(pane: _Pane, result: Attribution, own: Attribution) -> dict:
-        labels = ([_label(*one) for one in zip(a.positions.tolist(), a.tokens, strict=True)] for a in (result, own))
-        onsets, rows = result.onset().tolist(), []
-        for t, (label, was) in enumerate(zip(*labels, strict=True)):
-            onset = result.layers.index(onsets[t]) + 1 if onsets[t] >= 0 else -1
-            levels, credits = ([_short(value) for value in part[t]] for part in (result.levels, result.credits))
-            row = {"position": int(result.positions[t]), "label": label, "levels": levels, "credits": credits}
-            row |= {"onset": onset, "words": _words(result, t), "own": None}
-            if own is not result:
-                row["own"] = {"label": was, "levels": [_short(value) for value in own.levels[t]]}
-            rows.append(row)
+    def _pane(pane: _Pane, rows: tuple = ()) -> dict:
         trace = pane.trace
         strip = [
             {
@@ -561,7 +580,21 @@ class Explorer(widgets.VBox):
             for i, text in enumerate(trace.input_tokens)
         ]
         title = figures.visible(pane.title).replace("␣", " ")
-        return {"title": title if len(title) <= 200 else title[:199] + "…", "strip": strip, "rows": rows}
+        return {"title": title if len(title) <= 200 else title[:199] + "…", "strip": strip, "rows": list(rows)}
+
+    @staticmethod
+    def _rows_of(result: Attribution, own: Attribution) -> list[dict]:
+        labels = ([_label(*one) for one in zip(a.positions.tolist(), a.tokens, strict=True)] for a in (result, own))
+        onsets, rows = result.onset().tolist(), []
+        for t, (label, was) in enumerate(zip(*labels, strict=True)):
+            onset = result.layers.index(onsets[t]) + 1 if onsets[t] >= 0 else -1
+            levels, credits = ([_short(value) for value in part[t]] for part in (result.levels, result.credits))
+            row = {"position": int(result.positions[t]), "label": label, "levels": levels, "credits": credits}
+            row |= {"onset": onset, "words": _words(result, t), "own": None}
+            if own is not result:
+                row["own"] = {"label": was, "levels": [_short(value) for value in own.levels[t]]}
+            rows.append(row)
+        return rows
 
     def _judge(self) -> None:
         """The badge: both errors, the worst of what is shown."""
@@ -579,10 +612,9 @@ class Explorer(widgets.VBox):
     def _select(self) -> None:
         """The browser draws the selected rows itself, but must be given those of the prompt."""
         known = [{row["position"] for row in pane["rows"]} for pane in self.view.data["panes"]]
-        answer = [{*pane.trace.positions.tolist()} for pane in self._panes]
-        wanted = [rows | {p for i, p in self.view.selected if i == index} for index, rows in enumerate(answer)]
+        wanted = [{*pane.trace.positions.tolist()} | self._selected(i) for i, pane in enumerate(self._panes)]
         if wanted != known:
-            self._draw()
+            self._guarded(self._draw)
 
     def _top(self, message) -> None:
         index, position = message["top"]
@@ -600,6 +632,7 @@ class Explorer(widgets.VBox):
             str(layer): [
                 [figures.visible(token_text(self._tokenizer, i)), round(one, 3)]
                 for one, i in zip(p[layer].tolist(), ids[layer].tolist(), strict=True)
+                if math.isfinite(one)
             ]
             for layer in range(len(states))
         }
@@ -627,8 +660,8 @@ class Explorer(widgets.VBox):
     def figure(self) -> Figure:
         """What is shown as a matplotlib figure: the maps, and the trajectories of the selected tokens."""
         self.frame()
-        rows = [{int(p): row for row, p in enumerate(one.positions)} for one in self.results]
-        selected = [(i, rows[i][position]) for i, position in self.view.selected if position in rows[i]]
+        rows = {(i, int(p)): row for i, one in enumerate(self.results) for row, p in enumerate(one.positions)}
+        selected = [(i, rows[i, position]) for i, position in self.view.selected if (i, position) in rows]
         levels = self.show.value == "levels"
         titles = [pane.title for pane in self._panes]
         return figures.explored(self.results, titles, selected, levels, self._limit())
@@ -656,13 +689,15 @@ class Explorer(widgets.VBox):
         if kind not in EXPORTS:
             raise IGLensError(f"export: expected one of {', '.join(EXPORTS)}, got {kind!r}")
         if kind == "CSV":
-            return self.frame().to_csv(index=False).encode()
+            # with these ends of lines, a carriage return or a line feed within a token is quoted
+            return self.frame().to_csv(index=False, lineterminator="\r\n").encode()
         if kind == "HTML":
             return self.page().encode()
         figure = self.figure()
         try:
             with io.BytesIO() as file:
-                figure.savefig(file, format=kind.lower(), dpi=150)
+                dots = min(150, 60_000 / max(figure.get_size_inches()))  # matplotlib draws 2¹⁶ dots a side at most
+                figure.savefig(file, format=kind.lower(), dpi=dots)
                 return file.getvalue()
         finally:
             plt.close(figure)
@@ -678,54 +713,4 @@ class Explorer(widgets.VBox):
         return bundle
 
     def __repr__(self) -> str:
-        return f"Explorer({len(self._panes)} prompts, {self._readout.n} layers)"
-
-
-class TokenLayers(_Drawn):
-    """Choose a token and a range of layers, see its levels and credits.
-
-    translators: by their ridge; then the path can be switched between plain and translated. options: those of
-    iglens_core.attribute, except targets and layers.
-    """
-
-    def __init__(self, readout: Readout, trace: Trace, token: int = 0, translators: dict | None = None, **options):
-        if not isinstance(trace, Trace) or not isinstance(token, int) or not 0 <= token < len(trace.tokens):
-            raise IGLensError(f"TokenLayers: expected a Trace and a row of it, got {type(trace).__name__}, {token!r}")
-        if unknown := {"targets", "layers"} & set(options):
-            raise IGLensError(f"TokenLayers: {', '.join(sorted(unknown))} cannot be given; the controls choose them")
-        self._readout, self._trace, self._options = readout, trace, options
-        named = zip(trace.positions.tolist(), trace.tokens, strict=True)
-        choices = [(f"{position} → {figures.visible(text)}", t) for t, (position, text) in enumerate(named)]
-        baseline = options.get("baseline", "embedding")
-        lowest = 1 if isinstance(baseline, str) and baseline == "embedding" else 0
-        self.token = widgets.Dropdown(options=choices, value=token, description="token", layout=WIDE)
-        self.layers = widgets.IntRangeSlider(
-            value=(lowest, readout.n), min=lowest, max=readout.n, description="layers", **SLIDER
-        )
-        controls, self.path, self.ridge = [self.token, self.layers], None, None
-        if translators:
-            self._translators = translators
-            self.path = widgets.ToggleButtons(options=["plain", "translated"], description="path")
-            self.ridge = widgets.SelectionSlider(options=sorted(translators), description="ridge", **SLIDER)
-            controls += [self.path, self.ridge]
-        super().__init__(controls)
-
-    def _figure(self) -> tuple[Figure, str]:
-        t, (low, high) = self.token.value, self.layers.value
-        trace = self._trace
-        only = {name: getattr(trace, name)[t : t + 1] for name in ("positions", "token_ids", "tokens")}
-        options = dict(self._options)
-        if getattr(options.get("baseline"), "ndim", 1) == 2:  # a row for each token
-            options["baseline"] = options["baseline"][t : t + 1]
-        if self.path is not None and self.path.value == "translated":
-            options["translators"] = self._translators[self.ridge.value]
-        result = attribute(self._readout, replace(trace, **only), layers=range(low, high + 1), **options)
-        figure = figures.trajectory(result, 0)
-        figure.set_size_inches(9, 3.6)  # the same for any number of layers
-        onset, gain = int(result.onset()[0]), float(result.delta[0])
-        change = f"change of {figures.scalar_name(result.scalar)}: {gain:.4f}"
-        also = "" if high == result.layers[-1] else f", and {result.layers[-1]}"
-        return figure, f"layers {low} … {high}{also}: {change}, onset at layer {onset}"
-
-    def __repr__(self) -> str:
-        return f"TokenLayers({len(self._trace.tokens)} tokens, {self._readout.n} layers)"
+        return f"Explorer(prompts={len(self._panes)}, layers={self._readout.n})"

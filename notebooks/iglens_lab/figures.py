@@ -201,6 +201,7 @@ def _trajectory(ax, results: list[Attribution], token: int, onset: bool = True) 
             ax.axvline(one.layers.index(first) + 1, color=colour, ls=":", lw=1, label=f"onset of {label}: {first}")
     ax.axhline(0, color="black", lw=0.8)
     _layer_axis(ax, results[0])
+    ax.set_xlim(-0.7, k + 0.7)
     ax.set_ylabel(scalar_name(results[0].scalar))
     _write(ax.legend(fontsize=8, loc="best").get_texts())
 

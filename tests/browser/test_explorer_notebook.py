@@ -201,3 +201,18 @@ def test_an_explorer_built_again_takes_the_place_of_the_first(explorer, idle):
     assert json.loads("[" + asked.strip().replace(" ", ",") + "]") == [1, 1]
     page.get_by_role("button", name="levels").or_(page.get_by_role("radio", name="levels")).first.click()
     expect(page.locator(".igl [data-cell$=',base']").first).to_be_attached()
+
+
+def test_it_works_under_voila(open_voila, tmp_path):
+    from playwright.sync_api import expect
+
+    page = open_voila(NOTEBOOK)
+    expect(page.locator(".igl svg.map")).to_have_count(2)
+    expect(page.locator(".igl .badge")).to_contain_text("✓ checked")
+    page.locator(".igl .strip button.answer", has_text="␣Vietnam").first.click()
+    expect(page.locator(".igl .chart")).to_have_count(2)
+    page.locator("[data-cell='39,30']").first.hover()
+    expect(page.locator(".igl .tip")).to_contain_text("the lens reads  ␣Vietnam")
+    page.screenshot(path=str(tmp_path / "voila.png"))
+    icons = "https://cdn.jsdelivr.net/npm/@fortawesome/"  # styles of Voilà's own page; it does without
+    assert [asked for asked in page.outside if not asked.startswith(icons)] == []

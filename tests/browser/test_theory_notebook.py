@@ -10,7 +10,7 @@ NUMBERS = r"(\d+) steps: observed (\S+), midpoint (\S+), gauss-legendre (\S+); a
 def test_sliders_redraw_the_plane_by_keyboard(open_notebook, run_all, idle, tmp_path):
     from playwright.sync_api import expect
 
-    page = open_notebook(NOTEBOOK)
+    page = open_notebook(NOTEBOOK, "segment")
     run_all(page)
     says = page.locator("div.widget-label", has_text="along the bent curve")
     picture = page.locator(".widget-vbox img.widget-image")

@@ -1,64 +1,51 @@
-"""05 in a real browser: it runs, the switch between the paths and the ridge redraw, and nothing is fetched."""
+"""05 in a real browser: the path is switched between plain and translated, by ridge and layers; nothing is fetched."""
 
-import re
 from pathlib import Path
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "05_translated_path.ipynb"
-DIGEST = """async image => {
-    const bytes = await (await fetch(image.src)).arrayBuffer();
-    return new Uint8Array(await crypto.subtle.digest("SHA-256", bytes)).toString();
-}"""
 
 
-def test_paths_ridges_and_layers_redraw(open_notebook, run_all, idle, tmp_path):
+def test_the_path_is_switched_by_mouse_and_the_ridge_and_layers_move_by_keyboard(
+    open_notebook, run_all, idle, tmp_path
+):
     from playwright.sync_api import expect
 
-    page = open_notebook(NOTEBOOK)
+    page = open_notebook(NOTEBOOK, "explore")
     run_all(page)
-    says = page.locator("div.widget-label", has_text="onset at layer")
-    picture = page.locator(".widget-vbox img.widget-image")
-    ridge = page.locator(".widget-hslider", has=page.get_by_text("ridge", exact=True))
+    words, cells = page.locator(".igl .chart .words"), page.locator(".igl [data-cell^='38,']")
 
-    def shown(text):
-        """The line of text, once it is this one, and the digest of the one picture above it."""
-        expect(says).to_have_text(re.compile(text))  # it is set after the picture
+    def slider(name):
+        return page.locator(".widget-inline-hbox", has_text=name).get_by_role("slider").first
+
+    def told(change, onset):
+        """What stands below the one chart, once it says this change and onset; and the colours of the token's row."""
+        expect(words).to_contain_text(f"Δ = {change}: ")
+        expect(words).to_contain_text(f"layer {onset}.")
         idle(page)
-        expect(picture).to_have_count(1)
-        return says.inner_text(), picture.evaluate(DIGEST)
+        return words.inner_text(), [cell.get_attribute("fill") for cell in cells.all()]
 
-    def path(name):
-        page.locator(".widget-toggle-buttons").get_by_role("button", name=name, exact=True).click()
-
-    seen = [shown(r"^layers 1 … 30: change of p: 0\.452\d, onset at layer 30$")]
-    path("translated")
-    seen.append(shown(r"^layers 1 … 30: change of p: 0\.452\d, onset at layer 28$"))
-    path("plain")
-    assert shown("onset at layer 30$") == seen[0]
-
-    page.locator(".widget-dropdown select").select_option("38 → ␣of")  # Δp depends on what translator 0 knows
-    plain = shown(r"^layers 1 … 30: change of p: 0\.96\d\d, onset at layer 13$")
-    path("translated")
-    seen += [plain, shown(r"^layers 1 … 30: change of p: 0\.42\d\d, onset at layer 12$")]  # the weakest ridge
-    expect(ridge.locator(".widget-readout")).to_have_text("0.0001")
-    ridge.get_by_role("slider").press("ArrowRight")
-    seen.append(shown(r"^layers 1 … 30: change of p: 0\.44\d\d, onset at layer 12$"))
-    expect(ridge.locator(".widget-readout")).to_have_text("0.01")
-    lower = page.locator(".widget-hslider", has=page.get_by_text("layers", exact=True)).get_by_role("slider").first
-    lower.press("ArrowRight")
-    seen.append(shown(r"^layers 2 … 30: change of p: 0\.44\d\d, onset at layer 13$"))  # the sum stays
-
-    path("plain")
-    seen.append(shown(r"^layers 2 … 30: change of p: 0\.96\d\d, onset at layer 13$"))
-    ridge.get_by_role("slider").press("End")  # not used on this path
-    expect(ridge.locator(".widget-readout")).to_have_text("1.0")
-    assert shown("^layers 2 … 30") == seen[-1]
-    lower.press("ArrowLeft")  # the kernel takes it after the ridge
-    assert shown("^layers 1 … 30") == plain
-    path("translated")
-    seen.append(shown(r"^layers 1 … 30: change of p: 0\.92\d\d, onset at layer 13$"))
-
-    texts, pictures = zip(*seen, strict=True)
-    assert len(set(texts)) == len(set(pictures)) == len(seen) == 8
-    assert picture.evaluate("image => image.complete && image.naturalWidth > 300")
-    picture.locator("..").screenshot(path=str(tmp_path / "translated.png"))
+    strip = page.locator(".igl .strip button.answer")
+    strip.filter(has_text="␣Ho").click()  # which all paths give the same Δp
+    expect(words).to_have_count(0)
+    strip.filter(has_text="␣of").click()
+    seen = [told("+0.4480", 12)]  # translated, as it begins
+    slider("ridge").press("End")
+    seen.append(told("+0.9240", 13))
+    page.get_by_role("button", name="plain", exact=True).click()
+    seen.append(told("+0.9659", 13))
+    slider("ridge").press("Home")  # of no account on the plain path
+    idle(page)
+    assert told("+0.9659", 13) == seen[-1]
+    page.get_by_role("button", name="translated", exact=True).click()
+    seen.append(told("+0.4276", 12))
+    slider("layers").press("ArrowRight")  # from 0, which the embedding is, to 1: all are still there
+    slider("layers").press("ArrowRight")
+    expect(cells).to_have_count(29)
+    seen.append(told("+0.4276", 14))
+    page.get_by_role("button", name="plain", exact=True).click()
+    slider("layers").press("Home")
+    expect(cells).to_have_count(30)
+    assert told("+0.9659", 13) == seen[2]
+    assert len({str(colours) for _, colours in seen}) == 5
+    page.screenshot(path=str(tmp_path / "translated.png"))
     assert page.outside == []
