@@ -467,3 +467,124 @@ def test_a_refused_plane_leaves_no_figure_open():
     with pytest.raises(IGLensError, match="0 … 2, got"):
         figures.plane(Readout(toy.walking(WALK, ROWS)), {"path": WALK}, target=3)
     assert plt.get_fignums() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the explorer shows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def meshes_of(figure):
+    return [ax.collections[0] for ax in figure.axes if ax.get_xlabel() == "layer" and ax.yaxis_inverted()]
+
+
+def panes_of(figure):
+    return figure.subfigs[0].subfigs
+
+
+def charts_of(figure):
+    return [ax for ax in figure.axes if ax.get_legend()]
+
+
+@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("selected", [0, 1, 5])
+def test_explored_keeps_every_text_inside(levels, count, selected):
+    results = [made(ODD[:8], k=30), made([" the", "cat"], k=30)][:count]
+    titles = ["What is the capital of Vietnam? → The capital of Vietnam is Hanoi.", "$x$ → " + "W" * 40][:count]
+    some = [(i % count, i % len(results[i % count].tokens)) for i in range(selected)]
+    figure = figures.explored(results, titles, some, levels)
+    shown = texts_inside(figure)
+    assert {label for one in results for label in figures.token_labels(one)} <= set(shown)
+    assert len(charts_of(figure)) == selected and len(meshes_of(figure)) == count
+
+
+@pytest.mark.parametrize("k", [1, 30])
+@pytest.mark.parametrize("title", ["word " * 60, "W" * 200, "日本🙂" * 40, "<b>$$\\frac{1}{2} $\n\t", ""])
+def test_explored_keeps_long_and_odd_titles_inside(title, k):
+    for results in ([made([" a"], k=k)], [made([" a"], k=k), made([" a", " b"], k=k)]):
+        figure = figures.explored(results, [title] * len(results), [(0, 0)])
+        texts_inside(figure)
+        boxes = [pane.texts[0].get_window_extent() for pane in panes_of(figure)]
+        assert len(boxes) == len(results)
+        for one, other in itertools.pairwise(boxes):
+            assert one.x1 <= other.x0 + 1  # a title does not run into its neighbour
+
+
+def test_explored_maps_begin_at_one_height_whatever_their_titles():
+    figure = figures.explored([made(k=3), made(k=3)], ["word " * 40, "short"])
+    figure.canvas.draw()
+    one, other = (mesh.axes.get_window_extent().y1 for mesh in meshes_of(figure))
+    assert one == pytest.approx(other, abs=2)
+
+
+def test_explored_shows_a_title_as_text():
+    figure = figures.explored([made()], ["$x^{2$ ␣ <b> \\frac"])
+    (title,) = panes_of(figure)[0].texts
+    assert title.get_text() == "$x^{2$   <b> \\frac" and title.get_parse_math() is False
+    assert len(bytes_of(figure, "svg")) > 5000
+
+
+def test_explored_maps_share_one_scale_with_zero_in_the_middle():
+    small, large = made(scale=0.1), made(scale=1.0)
+    figure = figures.explored([small, large], ["a", "b"])
+    limit = float(large.credits.abs().max())
+    for mesh, one in zip(meshes_of(figure), (small, large), strict=True):
+        assert mesh.get_clim() == (-limit, limit)
+        np.testing.assert_array_equal(mesh.get_array().reshape(one.credits.shape), one.credits.numpy())
+        assert np.array(mesh.cmap(mesh.norm(0.0))[:3]).min() > 0.95  # white
+
+
+def test_explored_takes_the_limit_that_is_given():
+    assert meshes_of(figures.explored([made()], ["a"], limit=0.7))[0].get_clim() == (-0.7, 0.7)
+    assert meshes_of(figures.explored([made(scale=0)], ["a"]))[0].get_clim() == (-1, 1)
+
+
+@pytest.mark.parametrize(("scalar", "whole"), [("prob", True), ("logit", False)])
+def test_explored_levels_share_one_range(scalar, whole):
+    results = [made(scale=0.1, scalar=scalar), made(scalar=scalar)]
+    figure = figures.explored(results, ["a", "b"], levels=True, limit=0.1)
+    ends = [float(end) for one in results for end in (one.levels.min(), one.levels.max())]
+    for mesh, one in zip(meshes_of(figure), results, strict=True):
+        assert mesh.get_clim() == ((0, 1) if whole else (min(ends), max(ends)))
+        np.testing.assert_array_equal(mesh.get_array().reshape(one.levels.shape), one.levels.numpy())
+    assert figure.axes[0].get_xticklabels()[0].get_text() == "base"
+
+
+def test_explored_draws_the_selected_trajectories_in_order_on_one_axis():
+    results = [made(ODD[:4]), made([" x", " y"])]
+    some = [(1, 1), (0, 2), (0, 0)]
+    charts = charts_of(figures.explored(results, ["a", "b"], some))
+    for ax, (i, row) in zip(charts, some, strict=True):
+        assert ax.get_title() == ("left: ", "right: ")[i] + figures.token_labels(results[i])[row]
+        np.testing.assert_array_equal(ax.get_lines()[0].get_ydata(), results[i].levels[row].numpy())
+        np.testing.assert_allclose([bar.get_height() for bar in ax.patches], results[i].credits[row].numpy())
+    assert len({ax.get_ylim() for ax in charts}) == 1
+    (alone,) = charts_of(figures.explored(results[:1], ["a"], [(0, 1)]))
+    assert alone.get_title() == figures.token_labels(results[0])[1]
+
+
+def test_explored_many_tokens_keep_their_last_layer_and_say_their_stride():
+    figure = figures.explored([made([" the"] * 200, k=80)], ["a"])
+    shown = texts_inside(figure)
+    assert "80" in shown and any("is labelled" in text for text in shown)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (([], []), "expected results and as many titles, got 0 and 0"),
+        (([made()], []), "got 1 and 0"),
+        (([made()], ["a", "b"]), "got 1 and 2"),
+        (([made()], ["a"], [(0, 99)]), "expected a token of"),
+        (([made()], ["a"], [(1, 0)]), "expected a result of 0 … 0"),
+        (([made()], ["a"], [(-1, 0)]), "expected a result of 0 … 0"),
+        (([made(), made(scalar="logit")], ["a", "b"]), "one scalar"),
+        (([3], ["a"]), "expected Attributions"),
+    ],
+)
+def test_explored_refuses_what_it_cannot_draw_and_leaves_no_figure(given, words):
+    plt.close("all")
+    with pytest.raises(IGLensError, match=words):
+        figures.explored(*given)
+    assert plt.get_fignums() == []

@@ -359,6 +359,8 @@ class Explorer(widgets.VBox):
         control = getattr(self, name, None) if name in PRESETTABLE else None
         if control is None:
             raise IGLensError(f"Explorer: expected presets of {', '.join(PRESETTABLE)}, got {name!r}")
+        if name == "chat" and value is True and not self._template:
+            raise IGLensError("Explorer: chat=True: this tokenizer has no chat template; pass chat=False")
         refusal = f"Explorer: {name}: expected {_fits(control)}, got {value!r}"
         try:
             control.value = value

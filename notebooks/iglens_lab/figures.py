@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from matplotlib import font_manager, patheffects
 from matplotlib.figure import Figure
+from matplotlib.textpath import text_to_path
 
 from iglens_core import Attribution, IGLensError, Readout
 from iglens_lab import theory
@@ -94,12 +95,28 @@ def _map(ax, values, columns: list[str], rows: list[str], name: str, **colours) 
     ax.figure.colorbar(mesh, ax=ax, label=name, fraction=0.08, pad=0.02, aspect=25)
 
 
-def _figure(results: list[Attribution], columns: list[int]) -> tuple[Figure, list]:
+def _sizes(results: list[Attribution], columns: list[int]) -> tuple[list[float], float]:
+    """The widths of maps that stand side by side, and their height, in inches."""
     longest = max(len(label) for result in results for label in token_labels(result))
     count = max(len(result.tokens) for result in results)
-    width = sum(1.4 + 0.08 * longest + 0.19 * min(max(k, 14), 48) for k in columns)
-    height = 1.4 + 0.25 * min(max(count, 6), ROWS)
-    figure, axes = plt.subplots(1, len(columns), figsize=(width, height), layout="constrained", squeeze=False)
+    widths = [1.4 + 0.08 * longest + 0.19 * min(max(k, 14), 48) for k in columns]
+    return widths, 1.4 + 0.25 * min(max(count, 6), ROWS)
+
+
+def _wrapped(text: str, inches: float, size: float = 10) -> str:
+    """The text in lines that are no longer than this, whatever its characters measure."""
+    font = font_manager.FontProperties(family=_fonts()[0], size=size)
+    for count in range(70, 0, -1):
+        lines = textwrap.wrap(text, count)
+        wide = [text_to_path.get_text_width_height_descent(line, font, False)[0] for line in lines]
+        if max(wide, default=0) <= 72 * inches:
+            break
+    return "\n".join(lines)
+
+
+def _figure(results: list[Attribution], columns: list[int]) -> tuple[Figure, list]:
+    widths, height = _sizes(results, columns)
+    figure, axes = plt.subplots(1, len(columns), figsize=(sum(widths), height), layout="constrained", squeeze=False)
     return figure, list(axes[0])
 
 
@@ -221,23 +238,30 @@ def explored(results, titles, selected=(), levels: bool = False, limit: float | 
     selected: (result, row) pairs. levels: map levels instead of credits. limit: of the credits' colours.
     """
     alike = _alike(*results)
+    if not alike or len(titles) != len(alike):
+        raise IGLensError(f"explored: expected results and as many titles, got {len(alike)} and {len(titles)}")
     for i, row in selected:
+        if not 0 <= i < len(alike):
+            raise IGLensError(f"explored: expected a result of 0 … {len(alike) - 1}, got {i!r}")
         _token(alike[i], row, "explored")
-    top, axes = _figure(alike, [len(one.layers) + levels for one in alike])
-    plt.close(top)
-    width, height = top.get_size_inches()
+    widths, height = _sizes(alike, [len(one.layers) + levels for one in alike])
+    pairs = zip(titles, widths, strict=True)
+    heads = [_wrapped(drawable(title, 200).replace("␣", " "), 0.95 * width) for title, width in pairs]
+    lines = max(head.count("\n") for head in heads)
+    heads = ["\n" * (lines - head.count("\n")) + head for head in heads]  # so that the maps begin at one height
+    width, height = sum(widths), height + 0.17 * lines
     across = max(1, min(len(selected), int(width // 4.5)))
     down = -(-len(selected) // across)
     figure = plt.figure(figsize=(width, height + 2.8 * down), layout="constrained")
     parts = figure.subfigures(1 + bool(down), 1, height_ratios=[height, 2.8 * down][: 1 + bool(down)], squeeze=False)
-    axes = parts[0, 0].subplots(1, len(alike), squeeze=False)[0]
+    panes = parts[0, 0].subfigures(1, len(alike), width_ratios=widths, squeeze=False)[0]
     ends = [float(end) for one in alike for end in (one.levels.min(), one.levels.max())]
-    for ax, title, one in zip(axes, titles, alike, strict=True):
+    for pane, head, one in zip(panes, heads, alike, strict=True):
         if levels:
-            _levels(ax, one, (min(ends), max(ends)))
+            _levels(pane.subplots(), one, (min(ends), max(ends)))
         else:
-            _credits(ax, one, limit or _limit(alike))
-        _write([ax.set_title(textwrap.fill(drawable(title, 200).replace("␣", " "), 70), fontsize=10)])
+            _credits(pane.subplots(), one, limit or _limit(alike))
+        _write([pane.suptitle(head, fontsize=10)])  # as wide as the pane, not as its map
     if down:
         places = parts[1, 0].subplots(down, across, squeeze=False, sharey=True).flatten()
         for ax in places[len(selected) :]:
