@@ -54,6 +54,14 @@ def test_parameters_are_understood_as_text_or_value(name, value, expected):
         ("layers", True),
         ("layers", "__import__('os')"),
         ("layers", "-" * 5000),
+        ("kinds", 3),
+        ("kinds", []),
+        ("kinds", "[1, 2]"),
+        ("interventions", None),
+        ("interventions", "[]"),
+        ("interventions", ["skip", 1]),
+        ("n_prompts", 0),
+        ("n_prompts", "all"),
         ("max_new_tokens", "many"),
         ("max_new_tokens", "1.5"),
         ("max_new_tokens", None),
@@ -63,6 +71,12 @@ def test_parameters_are_understood_as_text_or_value(name, value, expected):
 def test_parameters_that_could_be_misread_are_refused_by_name(name, value):
     with pytest.raises(IGLensError, match=f"^{name}: expected"):
         parameters(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["capital", "['capital']", ["capital"], ("capital",)])
+def test_one_name_stands_with_or_without_its_brackets(value):
+    assert parameters(kinds=value, interventions=value).interventions == ["capital"] == parameters(kinds=value).kinds
+    assert parameters(kinds=None).kinds is None is parameters(kinds="None").kinds
 
 
 def test_explain_many_gives_what_explain_gives():

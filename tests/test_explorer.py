@@ -25,7 +25,7 @@ import torch
 from iglens_core import IGLensError, Readout, attribute, encode, read
 from iglens_lab import explorer as module
 from iglens_lab import figures, toy
-from iglens_lab.explorer import SCALARS, Explorer, Segment, joined, merged
+from iglens_lab.explorer import SCALARS, Drops, Explorer, Segment, joined, merged
 from iglens_lab.translators import Translators, fingerprint, fit
 
 PROMPT, ANSWER = "the cat sat", " on the mat on the"
@@ -1449,3 +1449,36 @@ def test_ends_that_the_sliders_cannot_show_are_refused(flat, start, end):
 
 def test_the_text_form_of_a_segment_does_not_change_from_run_to_run(flat):
     assert repr(Segment(flat, START, END)) == repr(Segment(flat, START, END)) == "Segment(d = 2)"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drops: credits and ablations of a prompt
+# ---------------------------------------------------------------------------------------------------------------------
+
+MEASURED = pd.DataFrame(
+    [
+        {"prompt": prompt, "token": token, "p": 0.5, "layer": layer, "credit": layer, "skip_last": drop, "skip_all": 1}
+        for prompt, token, drops in ((3, " a", (0.1, 0.4, 0.2, 0.3)), (8, "<b>$x$", (0.3, 0.2, 0.1, 0.9)))
+        for layer, drop in enumerate(drops, 1)
+    ]
+)  # fmt: skip
+ASKED = {3: "the cat", 8: "<img src=x onerror=alert(1)> $$x$$"}
+
+
+def test_drops_shows_the_chosen_prompt_and_ablation_and_no_other():
+    widget = Drops(MEASURED, ASKED)
+    assert widget.says.value == "without the last block: ρ = 0.50; largest drop at block 2"
+    drawn = widget.picture.value
+    widget.prompt.value = 8
+    assert widget.says.value == "without the last block: ρ = −1.00; largest drop at block 4"
+    assert widget.picture.value != drawn
+    widget.prompt.value, widget.condition.value = 3, "skip_all"
+    assert widget.says.value == "without the last block: ρ is not defined; all drops are the same"
+    assert plt.get_fignums() == [] and repr(widget) == "Drops(2 prompts)"
+
+
+def test_drops_begins_with_what_was_chosen_and_offers_all_ablations():
+    widget = Drops(MEASURED, ASKED, prompt=8, condition="skip_all")
+    assert (widget.prompt.value, widget.condition.value) == (8, "skip_all")
+    assert widget.condition.options == ("skip_last", "skip_all")
+    assert [text for text, _ in widget.prompt.options] == ["the␣cat", "<img␣src=x␣onerror=alert(1)>␣$$x$$"]

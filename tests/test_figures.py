@@ -7,6 +7,7 @@ import warnings
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -588,3 +589,50 @@ def test_explored_refuses_what_it_cannot_draw_and_leaves_no_figure(given, words)
     with pytest.raises(IGLensError, match=words):
         figures.explored(*given)
     assert plt.get_fignums() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of many prompts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bands(k=30, count=3):
+    mean = np.linspace(-0.2, 0.6, k)
+    return {f"drop {i}": np.array([mean + i, mean + i - 0.1, mean + i + 0.1]) for i in range(count)}
+
+
+def test_profiles_draw_means_and_their_intervals():
+    figure = figures.profiles(bands(), range(1, 31), "change of p")
+    (ax,) = figure.axes
+    lines = [line for line in ax.lines if len(line.get_xdata()) == 30]
+    assert [line.get_ydata().tolist() for line in lines] == [band[0].tolist() for band in bands().values()]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(bands())
+    for area, band in zip(ax.collections, bands().values(), strict=True):
+        assert area.get_datalim(ax.transData).ymax == pytest.approx(band[2].max())
+    assert ax.get_xlabel() == "block" and ax.get_ylabel() == "change of p"
+
+
+def test_more_bands_than_colours_are_refused_and_not_left_out():
+    with pytest.raises(IGLensError, match="profiles: expected at most 4"):
+        figures.profiles(bands(count=5), range(1, 31), "p")
+
+
+def test_a_forest_puts_every_estimate_beside_its_name_interval_and_null():
+    rows = {"credit": [0.1, 0.0, 0.3, 0.05], "depth": [-0.2, -0.4, 0.1, -0.2]}
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["mean", "low", "high", "null"])
+    figure = figures.forest({"skip": frame, "resample": frame * 2}, "ρ")
+    assert [ax.get_title() for ax in figure.axes] == ["skip", "resample"]
+    labels = {text.get_text(): y for text, y in zip(figure.axes[0].get_yticklabels(), figure.axes[0].get_yticks())}  # noqa: B905
+    for (name, (mean, low, high, null)), scale, ax in itertools.product(rows.items(), (1,), figure.axes[:1]):
+        points = {(round(x, 6), y) for line in ax.lines for x, y in zip(*line.get_data(), strict=True)}
+        for value in (mean, low, high, null):
+            assert (round(scale * value, 6), labels[name]) in points
+
+
+def test_credits_and_drops_stand_side_by_side_by_block():
+    layers, credits, drops = np.arange(1, 31), np.linspace(-0.1, 0.2, 30), np.linspace(0.5, -0.3, 30)
+    (ax,) = figures.beside(layers, credits, drops, "“$x^{2$” <b>").axes
+    found = [[bar.get_height() for bar in bars] for bars in ax.containers]
+    np.testing.assert_allclose(found, [credits, drops])
+    assert all(a.get_x() + a.get_width() <= b.get_x() + 1e-9 for a, b in zip(*ax.containers, strict=True))
+    assert ax.get_title() == "“$x^{2$” <b>" and not ax.title.get_parse_math()

@@ -71,6 +71,17 @@ def _layers(name: str, value):
     return list(value) if isinstance(value, tuple) else value
 
 
+def _names(name: str, value, optional: bool = False):
+    """A list of names; one alone may stand without its brackets."""
+    if optional and (value is None or value == "None"):
+        return None
+    value = _literal(value)
+    names = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
+    if not (names and all(isinstance(one, str) for one in names)):
+        raise IGLensError(f"{name}: expected names such as ['one', 'other'], got {value!r}")
+    return names
+
+
 def _whole(low: int, high: int):
     def reader(name: str, value):
         value = _literal(value)
@@ -85,9 +96,12 @@ READERS = {
     "answer": lambda name, value: _text(name, value, optional=True),
     "baseline": _text,
     "count": _whole(1, 100_000),
+    "interventions": _names,
+    "kinds": lambda name, value: _names(name, value, optional=True),
     "layers": _layers,
     "max_new_tokens": _whole(1, 100_000),
     "model": lambda name, value: _text(name, value, optional=True),
+    "n_prompts": _whole(1, 100_000),
     "other_prompt": lambda name, value: _text(name, value, optional=True),
     "prompt": _text,
     "seed": _whole(0, 2**31 - 1),

@@ -26,7 +26,7 @@ from matplotlib import colormaps, colors
 from matplotlib.figure import Figure
 
 from iglens_core import Attribution, IGLensError, Readout, Trace, attribute, encode, path_credits, read, token_text
-from iglens_lab import figures, theory
+from iglens_lab import figures, theory, validation
 from iglens_lab.translators import RIDGE, RIDGES, for_model
 
 WIDE = widgets.Layout(width="420px")
@@ -217,6 +217,38 @@ class Segment(_Drawn):
 
     def __repr__(self) -> str:
         return f"Segment(d = {self._readout.d})"
+
+
+class Drops(_Drawn):
+    """Choose a prompt, an intervention and its scope: credits and drops of every block, together.
+
+    results: of iglens_lab.validation, a row a prompt and block. prompts: their texts, by number.
+    """
+
+    def __init__(self, results: pd.DataFrame, prompts, **chosen):
+        self._results = results
+        numbers = results["prompt"].unique().tolist()
+        texts = [(f"{figures.visible(prompts[number])[:60]}", number) for number in numbers]
+        conditions = [name for name in results.columns if name.endswith(("_last", "_all"))]
+        self.prompt = widgets.Dropdown(options=texts, description="prompt", layout=WIDE)
+        self.condition = widgets.Dropdown(options=conditions, description="ablation", layout=WIDE)
+        for name, value in chosen.items():
+            getattr(self, name).value = value
+        super().__init__([self.prompt, self.condition])
+
+    def _figure(self) -> tuple[Figure, str]:
+        rows = self._results[self._results["prompt"] == self.prompt.value].sort_values("layer")
+        one, drops = rows.iloc[0], rows[self.condition.value].to_numpy()
+        rho = validation.rank_correlation(rows["credit"].to_numpy()[None, :-1], drops[None, :-1])[0, 0]
+        title = f"“{figures.drawable(one['token'])}”, p = {one['p']:.2f}"
+        figure = figures.beside(rows["layer"].to_numpy(), rows["credit"].to_numpy(), drops, title)
+        says = f"ρ = {rho:.2f}; largest drop at block {rows['layer'].iloc[drops.argmax()]}".replace("-", "−")
+        if rho != rho:  # NaN
+            says = "ρ is not defined; all drops are the same"
+        return figure, f"without the last block: {says}"
+
+    def __repr__(self) -> str:
+        return f"Drops({self._results['prompt'].nunique()} prompts)"
 
 
 class View(anywidget.AnyWidget):

@@ -317,6 +317,50 @@ def waterfall(result: Attribution, token: int = 0) -> Figure:
     return figure
 
 
+def profiles(bands: dict[str, np.ndarray], layers, name: str) -> Figure:
+    """Means by layer with their intervals: bands holds [3, k] for each label, mean, low and high."""
+    if len(bands) > len(COLOURS):
+        raise IGLensError(f"profiles: expected at most {len(COLOURS)} curves, got {len(bands)}")
+    figure, ax = plt.subplots(figsize=(7.4, 3.4), layout="constrained")
+    for (label, (mean, low, high)), colour, mark in zip(bands.items(), COLOURS, "os^D", strict=False):
+        ax.plot(layers, mean, f"{mark}-", ms=4, lw=1.4, color=colour, label=label)
+        ax.fill_between(layers, low, high, color=colour, alpha=0.2, lw=0)
+    ax.axhline(0, color="black", lw=0.8)
+    ax.set(xlabel="block", ylabel=name)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    return figure
+
+
+def beside(layers, credits, drops, title: str) -> Figure:
+    """One token's credit and drop of p of every block, side by side."""
+    figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    ax.bar(layers - 0.2, credits, 0.4, color=COLOURS[0], label="credit of the block")
+    ax.bar(layers + 0.2, drops, 0.4, color=COLOURS[1], hatch="//", label="drop of p without the block")
+    ax.axhline(0, color="black", lw=0.8)
+    ax.set(xlabel="block", ylabel="change of p", xticks=layers[:: -(-len(layers) // 34)])
+    _write([ax.set_title(title, fontsize=11)])
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    return figure
+
+
+def forest(frames: dict, name: str) -> Figure:
+    """Estimates with their intervals, a panel for each title: frames of rows with mean, low, high and null."""
+    size = 1.6 + 2.9 * len(frames), 1.4 + 0.24 * max(len(frame) for frame in frames.values())
+    figure, axes = plt.subplots(1, len(frames), figsize=size, layout="constrained",
+                                sharex=True, sharey=True, squeeze=False)  # fmt: skip
+    for ax, (title, frame) in zip(axes[0], frames.items(), strict=True):
+        y = np.arange(len(frame))[::-1]
+        ends = np.abs(frame[["low", "high"]].to_numpy().T - frame["mean"].to_numpy())
+        ax.errorbar(frame["mean"], y, xerr=ends, fmt="o", ms=4, color=COLOURS[0], capsize=3, label="mean, 95 %")
+        ax.plot(frame["null"], y, "|", ms=11, mew=2, color=COLOURS[1], label="with other prompts' drops")
+        ax.axvline(0, color="black", lw=0.8)
+        ax.set_yticks(y, frame.index, fontsize=9)
+        ax.set_xlabel(name)
+        ax.set_title(title, fontsize=10)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=8)
+    return figure
+
+
 def plane(
     readout: Readout,
     paths: dict[str, torch.Tensor],
