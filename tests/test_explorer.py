@@ -1457,11 +1457,12 @@ def test_the_text_form_of_a_segment_does_not_change_from_run_to_run(flat):
 
 MEASURED = pd.DataFrame(
     [
-        {"prompt": prompt, "token": token, "p": 0.5, "layer": layer, "credit": layer, "skip_last": drop, "skip_all": 1}
+        {"prompt": prompt, "token": token, "p": 0.5, "layer": layer, "credit": layer, "level": layer, "skip_last": drop}
         for prompt, token, drops in ((3, " a", (0.1, 0.4, 0.2, 0.3)), (8, "<b>$x$", (0.3, 0.2, 0.1, 0.9)))
         for layer, drop in enumerate(drops, 1)
     ]
 )  # fmt: skip
+MEASURED["skip_all"] = 1
 ASKED = {3: "the cat", 8: "<img src=x onerror=alert(1)> $$x$$"}
 
 

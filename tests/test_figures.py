@@ -631,8 +631,9 @@ def test_a_forest_puts_every_estimate_beside_its_name_interval_and_null():
 
 def test_credits_and_drops_stand_side_by_side_by_block():
     layers, credits, drops = np.arange(1, 31), np.linspace(-0.1, 0.2, 30), np.linspace(0.5, -0.3, 30)
-    (ax,) = figures.beside(layers, credits, drops, "“$x^{2$” <b>").axes
+    (ax,) = figures.beside(layers, credits, drops, credits.cumsum(), "“$x^{2$” <b>").axes
     found = [[bar.get_height() for bar in bars] for bars in ax.containers]
     np.testing.assert_allclose(found, [credits, drops])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), credits.cumsum())
     assert all(a.get_x() + a.get_width() <= b.get_x() + 1e-9 for a, b in zip(*ax.containers, strict=True))
     assert ax.get_title() == "“$x^{2$” <b>" and not ax.title.get_parse_math()

@@ -225,6 +225,13 @@ def test_the_p_value_is_small_only_where_the_pairing_counts():
     assert stats.kstest(p, "uniform").pvalue > 0.01
 
 
+def test_shuffled_layers_give_no_correlation_and_a_bound_that_shrinks_with_the_prompts():
+    few, many = (validation.shuffled(values(count, 10), values(count, 10, seed=1)) for count in (10, 1000))
+    assert 0.1 < few < 0.4 and 0.01 < many < 0.04  # 1.96 / √(9 N)
+    line = np.tile(np.arange(10.0), (1000, 1))
+    assert validation.shuffled(line, line) < 0.04  # the profile that all share is forgotten
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables of planted data
 # ---------------------------------------------------------------------------------------------------------------------

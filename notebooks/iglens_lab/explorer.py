@@ -241,7 +241,8 @@ class Drops(_Drawn):
         one, drops = rows.iloc[0], rows[self.condition.value].to_numpy()
         rho = validation.rank_correlation(rows["credit"].to_numpy()[None, :-1], drops[None, :-1])[0, 0]
         title = f"“{figures.drawable(one['token'])}”, p = {one['p']:.2f}"
-        figure = figures.beside(rows["layer"].to_numpy(), rows["credit"].to_numpy(), drops, title)
+        layers, credits, levels = (rows[name].to_numpy() for name in ("layer", "credit", "level"))
+        figure = figures.beside(layers, credits, drops, levels, title)
         says = f"ρ = {rho:.2f}; largest drop at block {rows['layer'].iloc[drops.argmax()]}".replace("-", "−")
         if rho != rho:  # NaN
             says = "ρ is not defined; all drops are the same"

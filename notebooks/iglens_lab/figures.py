@@ -331,15 +331,16 @@ def profiles(bands: dict[str, np.ndarray], layers, name: str) -> Figure:
     return figure
 
 
-def beside(layers, credits, drops, title: str) -> Figure:
-    """One token's credit and drop of p of every block, side by side."""
+def beside(layers, credits, drops, levels, title: str) -> Figure:
+    """One token's credit and drop of p of every block, side by side, and its trajectory, the levels."""
     figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
     ax.bar(layers - 0.2, credits, 0.4, color=COLOURS[0], label="credit of the block")
     ax.bar(layers + 0.2, drops, 0.4, color=COLOURS[1], hatch="//", label="drop of p without the block")
+    ax.plot(layers, levels, "o-", ms=3, lw=1.2, color="black", label="level after the block")
     ax.axhline(0, color="black", lw=0.8)
-    ax.set(xlabel="block", ylabel="change of p", xticks=layers[:: -(-len(layers) // 34)])
+    ax.set(xlabel="block", ylabel="change of p, or p", xticks=layers[:: -(-len(layers) // 34)])
     _write([ax.set_title(title, fontsize=11)])
-    figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8)
     return figure
 
 

@@ -274,19 +274,23 @@ def enough(results: pd.DataFrame, what: str = "results") -> int:
     return count
 
 
+def ranks(values: np.ndarray, depth: bool = False) -> np.ndarray:
+    """The ranks of [N, L] within their rows, centred and of length 1, NaN where all are equal.
+
+    Products of two are Spearman's ρ. depth: without what the layer's number explains of them.
+    """
+    made = stats.rankdata(values, axis=1)
+    made -= made.mean(1, keepdims=True)
+    if depth:
+        line = np.arange(made.shape[1]) - (made.shape[1] - 1) / 2
+        made -= np.outer(made @ line, line) / max(line @ line, 1e-9)
+    size = np.linalg.norm(made, axis=1, keepdims=True)
+    return np.where(size > 1e-9, made / np.maximum(size, 1e-9), np.nan)
+
+
 def rank_correlation(scores: np.ndarray, drops: np.ndarray, depth: bool = False) -> np.ndarray:
     """Spearman's ρ of [N, L] and [N, L], for all pairs [N, N]; depth: its partial form, given the layer's number."""
-
-    def directions(values):
-        ranks = stats.rankdata(values, axis=1)
-        ranks -= ranks.mean(1, keepdims=True)
-        if depth:
-            line = np.arange(ranks.shape[1]) - (ranks.shape[1] - 1) / 2
-            ranks -= np.outer(ranks @ line, line) / max(line @ line, 1e-9)
-        size = np.linalg.norm(ranks, axis=1, keepdims=True)
-        return np.where(size > 1e-9, ranks / np.maximum(size, 1e-9), np.nan)  # no order, no correlation
-
-    return directions(scores) @ directions(drops).T
+    return ranks(scores, depth) @ ranks(drops, depth).T
 
 
 def onsets(credits: np.ndarray) -> np.ndarray:
@@ -375,6 +379,17 @@ def _defined(own: np.ndarray, what: str) -> None:
         raise IGLensError(f"{what}: no prompt has blocks that differ, in credit and in drop; nothing can be compared")
 
 
+def shuffled(scores: np.ndarray, drops: np.ndarray, draws: int = 200, seed: int = 0) -> float:
+    """What the mean ρ of [N, L] and [N, L] stays below in 97.5 % of cases when each prompt's layers are shuffled.
+
+    A null that is too easy to beat: it forgets the depth profile that all prompts share.
+    """
+    chance = np.random.default_rng(seed)
+    scores, drops = ranks(scores), ranks(drops)  # [N, L], of length 1
+    means = [_mean((scores * chance.permuted(drops, axis=1)).sum(1)) for _ in range(draws)]
+    return float(np.quantile(means, 0.975))
+
+
 def _signed_ranks(values: np.ndarray) -> float:
     """P-value of Wilcoxon's signed-rank test, NaN where nothing differs from 0."""
     moved = values[~np.isnan(values) & (values != 0)]
@@ -385,9 +400,9 @@ def compare(results: pd.DataFrame, intervention: str, scope: str, last: bool = F
     """How well each score ranks the drops of an intervention: a row a score, means over prompts of Spearman's ρ.
 
     last: with the last block, whose drop is the credit by identity where it is skipped at the last position. some:
-    [N] bool, of the prompts. Columns: rho, low and high (95 %), null (other prompts' drops), p (of that null), partial
-    (given depth), least and greatest (a kind left out), ahead, ahead_low, ahead_high (of the plain credit's ρ over
-    this one's), p_ahead (Wilcoxon), used and undefined (prompts).
+    [N] bool, of the prompts. Columns: rho, low and high (95 %), null (other prompts' drops), p (of that null), shuffled
+    (what 97.5 % of layer shuffles stay below), partial (given depth), least and greatest (a kind left out), ahead,
+    ahead_low, ahead_high (of the plain credit's ρ over this one's), p_ahead (Wilcoxon), used and undefined (prompts).
     """
     some, names = _chosen(results, some)
     drops = table(results, f"{intervention}_{scope}", last)[some]
@@ -402,6 +417,7 @@ def compare(results: pd.DataFrame, intervention: str, scope: str, last: bool = F
         rho, low, high = interval(own, names[some])
         ahead = first - own
         row = {"rho": rho, "low": low, "high": high, "null": float(_mean(others(pairs))), "p": permuted(pairs)}
+        row["shuffled"] = shuffled(values, drops)
         row["partial"] = float(_mean(rank_correlation(values, drops, depth=True).diagonal()))  # NaN for depth itself
         row["least"], row["greatest"] = left_out(own, names[some])
         row["ahead"], row["ahead_low"], row["ahead_high"] = interval(ahead, names[some])
