@@ -120,8 +120,7 @@ def _number(value: float, sign: str = "") -> str:
 
 def _label(position: int, token: str) -> str:
     """A row's name. What the browser has no glyph for, it shows by its code."""
-    text = figures.visible(token)
-    return f"{position} → {text if len(text) <= figures.LONGEST else text[: figures.LONGEST - 1] + '…'}"
+    return f"{position} → {figures.shortened(figures.visible(token))}"
 
 
 def _short(value) -> float:
@@ -228,7 +227,7 @@ class Drops(_Drawn):
     def __init__(self, results: pd.DataFrame, prompts, **chosen):
         self._results = results
         numbers = results["prompt"].unique().tolist()
-        texts = [(f"{figures.visible(prompts[number])[:60]}", number) for number in numbers]
+        texts = [(figures.shortened(figures.visible(prompts[number]), 60), number) for number in numbers]
         conditions = [name for name in results.columns if name.endswith(("_last", "_all"))]
         self.prompt = widgets.Dropdown(options=texts, description="prompt", layout=WIDE)
         self.condition = widgets.Dropdown(options=conditions, description="ablation", layout=WIDE)
@@ -615,7 +614,7 @@ class Explorer(widgets.VBox):
             for i, text in enumerate(trace.input_tokens)
         ]
         title = figures.visible(pane.title).replace("␣", " ")
-        return {"title": title if len(title) <= 200 else title[:199] + "…", "strip": strip, "rows": list(rows)}
+        return {"title": figures.shortened(title, 200), "strip": strip, "rows": list(rows)}
 
     @staticmethod
     def _rows_of(result: Attribution, own: Attribution) -> list[dict]:
@@ -677,7 +676,7 @@ class Explorer(widgets.VBox):
         if self.examples.value:
             fresh = {"answer": "", "other_prompt": "", "other_answer": "", **EXAMPLES[self.examples.value]}
             for name, value in fresh.items():
-                getattr(self, name).value = value and (value if name != "chat" else value and self._template)
+                getattr(self, name).value = value and self._template if name == "chat" else value
 
     # -----------------------------------------------------------------------------------------------------------------
     # Taking it away

@@ -52,6 +52,11 @@ def drawable(token: str, longest: int = LONGEST) -> str:
     """The visible token as a figure's label: shortened, and with the code of what no installed font can draw."""
     known = (any(font.get_char_index(ord(character)) for font in _fonts()[1]) for character in visible(token))
     text = "".join(c if drawn else _code(c) for c, drawn in zip(visible(token), known, strict=True))
+    return shortened(text, longest)
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """The text, or its beginning and a mark where it is longer."""
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
